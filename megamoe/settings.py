@@ -1,0 +1,72 @@
+"""Every environment variable megamoe obeys, read here and nowhere else (decision D9).
+
+This file imports nothing of ours, so a bad value is a plain `ValueError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ForceReference = Literal["off", "family", "emulate"]
+
+_FORCE_REFERENCE: Mapping[str, ForceReference] = {
+    "": "off",
+    "0": "off",
+    "1": "family",
+    "emulate": "emulate",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment asks for; the defaults are those of an empty environment."""
+
+    force_reference: ForceReference = "off"
+    """`family`: run the reference, with the model family's BF16 recipe, in place of any kernel.
+    `emulate`: run the reference with the recipe of the kernel that would have been chosen."""
+
+    parity_every: int = 0
+    """Judge every Nth call; 0 judges none."""
+
+    dump_dir: Path | None = None
+    """Where a failing call leaves its replay bundle. Neither created nor looked at here."""
+
+    kernel: str | None = None
+    """Name of the only kernel that may be chosen. Whether it exists is for the dispatcher to say."""
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read the `MEGAMOE_*` variables as they are at this moment; nothing is cached.
+
+    An unset variable and an empty one mean the same. Raises ValueError, naming the variable, its
+    value, what is accepted and the remedy.
+    """
+    return Settings(
+        force_reference=_force_reference(environ.get("MEGAMOE_FORCE_REFERENCE", "")),
+        parity_every=_parity_every(environ.get("MEGAMOE_PARITY", "")),
+        dump_dir=Path(dump) if (dump := environ.get("MEGAMOE_DUMP")) else None,
+        kernel=environ.get("MEGAMOE_KERNEL") or None,
+    )
+
+
+def _force_reference(value: str) -> ForceReference:
+    if value not in _FORCE_REFERENCE:
+        raise ValueError(
+            f"MEGAMOE_FORCE_REFERENCE={value!r} is not one of 0, 1, emulate; "
+            "set it to 1 to run the reference, or unset it"
+        )
+    return _FORCE_REFERENCE[value]
+
+
+def _parity_every(value: str) -> int:
+    # int() alone would also take "-1", "1_000" and other scripts' digits.
+    if value and not (value.isascii() and value.isdecimal()):
+        raise ValueError(
+            f"MEGAMOE_PARITY={value!r} is not a whole number of calls, 0 or more; "
+            "set it to N to judge every Nth call, or unset it"
+        )
+    return int(value or "0")
