@@ -36,7 +36,7 @@ class Settings:
     """Where a failing call leaves its replay bundle. Neither created nor looked at here."""
 
     kernel: str | None = None
-    """Name of the only kernel that may be chosen. Whether it exists is for the dispatcher to say."""
+    """Name of the only kernel that may be chosen. Whether it exists is the dispatcher's to say."""
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
