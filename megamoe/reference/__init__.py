@@ -1,0 +1,1 @@
+"""The layer in plain PyTorch, whose BF16 result has the same bits on every machine."""

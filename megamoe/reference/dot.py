@@ -1,0 +1,132 @@
+"""Correctly rounded dot products: the float32 nearest to the exact real sum, whatever the machine.
+
+One float64 product and a proven bound on its error settle almost every element: where both ends of
+the interval round to the same float32, that is the answer, whichever order the library summed in.
+The few others are summed again without error. The result is defined by mathematics alone, so it
+cannot depend on device, thread count, batch size or library version.
+
+Shapes: M rows of a, N rows of b, K terms; R elements to repair.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.formats import F64, exponent_of, power_of_two, rn32
+
+UNIT = 2.0**-53  # float64's unit roundoff
+BLOCK = 256  # terms summed by one matrix product; shorter blocks tighten the bound
+REPAIR_TERMS = 1 << 21  # terms gathered at once while repairing: bounds its memory
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """RN32 of every exact dot product of a row of ``a`` with a row of ``b``: float32 [M, N].
+
+    a: float64 [M, K], b: float64 [N, K]; finite magnitudes zero or within [2**-400, 2**400], so that
+    products neither overflow nor underflow (every number format here is far inside). NaN and
+    infinities follow IEEE in the elements they enter. A zero comes out as +0.
+    """
+    total, terms = _blocked_product(a, b)
+    bound = _error_bound(a, b, terms)
+    low, high = rn32(total - bound), rn32(total + bound)
+    out = torch.where(low == high, low, rn32(total))
+    undecided = ((low != high) & total.isfinite()).nonzero()
+    step = max(1, REPAIR_TERMS // max(1, a.shape[1]))
+    for chunk in undecided.split(step):
+        row, column = chunk.unbind(1)
+        out[row, column] = _exact_dot(a[row], b[column])
+    return out + 0.0  # -0 + 0 is +0
+
+
+def _blocked_product(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    """float64 [M, N] and the number of roundings on the longest path to an element."""
+    k = a.shape[1]
+    blocks, rest = divmod(k, BLOCK)
+    if blocks < 2:
+        return a @ b.T, k
+    a_blocks = a[:, : k - rest].unflatten(1, (blocks, BLOCK)).transpose(0, 1)
+    b_blocks = b[:, : k - rest].unflatten(1, (blocks, BLOCK)).permute(1, 2, 0)
+    total = torch.bmm(a_blocks, b_blocks).sum(0)
+    if rest:
+        total = total + a[:, k - rest :] @ b[:, k - rest :].T
+    return total, BLOCK + blocks + 1
+
+
+def _error_bound(a: Tensor, b: Tensor, terms: int) -> Tensor:
+    """An upper bound of |float64 sum - exact sum|, float64 [M, N].
+
+    Each element passes at most ``terms`` + 1 roundings of partial sums that |a| |b| bounds
+    (Cauchy-Schwarz), whatever the order. The last 2 and the factor 1.01 cover the norms' own
+    roundings and those of the interval's ends.
+    """
+    norms = torch.linalg.vector_norm(a, dim=1)[:, None] * torch.linalg.vector_norm(b, dim=1)
+    return norms * ((terms + 4) * UNIT * 1.01)
+
+
+def _exact_dot(a: Tensor, b: Tensor) -> Tensor:
+    """RN32 of row-wise dots of float64 [R, K] pairs, float32 [R]."""
+    product = a * b
+    error = _product_error(a, b, product)
+    terms = torch.cat([product, error], dim=1) if bool((error != 0).any()) else product
+    return rn32(sum_to_odd(terms))
+
+
+def _product_error(a: Tensor, b: Tensor, product: Tensor) -> Tensor:
+    """a * b - product exactly (Dekker, with Veltkamp's splitting)."""
+    a_high, a_low = _split(a)
+    b_high, b_low = _split(b)
+    error = a_high * b_high - product
+    error = error + a_high * b_low
+    error = error + a_low * b_high
+    return error + a_low * b_low
+
+
+def _split(a: Tensor) -> tuple[Tensor, Tensor]:
+    c = a * 134217729.0  # 2 ** 27 + 1
+    high = c - (c - a)
+    return high, a - high
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The float64 sum and its rounding error, exactly (Knuth)."""
+    total = a + b
+    shadow = total - a
+    return total, (a - (total - shadow)) + (b - shadow)
+
+
+def sum_to_odd(terms: Tensor) -> Tensor:
+    """The exact sum of each row of float64 [R, n], rounded to odd in float64.
+
+    Rounding to odd keeps whether anything was lost in the last bit, so a second rounding to float32
+    (or fewer bits) gives what one rounding of the exact sum gives (Boldo and Melquiond).
+    """
+    parts = _exact_parts(terms)
+    for _ in parts:  # each sweep moves one more part to its place; then parts do not overlap
+        for i in range(len(parts) - 1, 0, -1):
+            parts[i - 1], parts[i] = two_sum(parts[i - 1], parts[i])
+    head = parts[0]
+    rest = torch.zeros_like(head)
+    for part in reversed(parts[1:]):
+        rest = torch.where(part != 0, part, rest)
+    bits = head.view(torch.int64)
+    even = (bits & 1) == 0
+    away = torch.where((rest > 0) == (head > 0), 1, -1)
+    return torch.where((rest != 0) & even, bits + away, bits).view(F64)
+
+
+def _exact_parts(terms: Tensor) -> list[Tensor]:
+    """A few float64 [R] whose exact sum is each row's exact sum (Rump, Ogita and Oishi's extraction).
+
+    Adding and subtracting a power of two above n times the greatest term cuts every term at one bit
+    position; the upper pieces then add without error in any order, the lower ones go round again.
+    """
+    headroom = (terms.shape[1] + 2).bit_length()
+    parts = []
+    while not parts or bool((terms != 0).any()):
+        greatest = terms.abs().amax(dim=1, keepdim=True)
+        sigma = power_of_two((exponent_of(greatest) + 1 + headroom).clamp(min=-1022))
+        upper = (sigma + terms) - sigma
+        parts.append(upper.sum(dim=1))
+        terms = terms - upper
+    return parts

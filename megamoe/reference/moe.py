@@ -1,0 +1,341 @@
+"""The layer, once, over two arithmetics.
+
+``EXACT`` computes in float64 throughout: the truth, to a relative 2**-45 of the terms' norm.
+``Emulated(recipe)`` rounds exactly where the recipe says, with correctly rounded dots: what a perfect
+kernel of that recipe gives, bit for bit on any machine. Both read the same function, top to bottom in
+the order of the numeric contract.
+
+Shapes: T tokens, K slots a token, n tokens of one expert, H hidden_size, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megamoe.errors import bad_input
+from megamoe.formats import (
+    BF16,
+    F64,
+    Element,
+    Format,
+    Quantised,
+    dequantise,
+    quantise,
+    rn32,
+    rnbf16,
+)
+from megamoe.problem import (
+    BF16_COMBINE,
+    Activation,
+    ExpertWeights,
+    MoEWeights,
+    Recipe,
+    SharedExpert,
+    TopK,
+    WeightAt,
+)
+from megamoe.reference.canary import check_device
+from megamoe.reference.dot import dot
+from megamoe.reference.elementwise import canonical_nan, clamp, gated, sigmoid
+
+
+CPU_PIECE = 1 << 21  # elements of a matrix held in float64 at once
+CUDA_PIECE = 1 << 27
+
+
+class Arithmetic(Protocol):
+    """What the layer asks of an arithmetic; ``dtype`` is that of its intermediate values."""
+
+    dtype: torch.dtype
+
+    @property
+    def recipe(self) -> Recipe: ...
+    def enter(self, values: Tensor, fmt: Format) -> Tensor: ...
+    def dot(self, a: Tensor, b: Tensor) -> Tensor: ...
+    def narrow(self, values: Tensor) -> Tensor: ...
+    def round(self, values: Tensor, element: Element | None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """Rounds where the recipe says: intermediate values are float32, operands float64 copies."""
+
+    recipe: Recipe
+    dtype = torch.float32
+
+    def enter(self, values: Tensor, fmt: Format) -> Tensor:
+        """values in a format, as the float64 operand of a dot."""
+        return dequantise(quantise(values, fmt))
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return dot(a, b)
+
+    def narrow(self, values: Tensor) -> Tensor:
+        """float64 to the arithmetic's own precision: RN32."""
+        return rn32(values)
+
+    def round(self, values: Tensor, element: Element | None) -> Tensor:
+        """A named rounding point; float32 in and out."""
+        if element is None:
+            return values
+        assert element is BF16, element
+        return rnbf16(values).to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """float64 throughout; only the place of the routing weight is read from its recipe."""
+
+    weight_at: WeightAt = "combine"
+    dtype = torch.float64
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(name="exact", term=None, weight_at=self.weight_at)
+
+    def enter(self, values: Tensor, fmt: Format) -> Tensor:
+        return values.to(F64)
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.T
+
+    def narrow(self, values: Tensor) -> Tensor:
+        return values
+
+    def round(self, values: Tensor, element: Element | None) -> Tensor:
+        return values
+
+
+EXACT = Exact()
+
+
+def layer(x: Tensor, topk: TopK, weights: MoEWeights, arithmetic: Arithmetic) -> Tensor:
+    """The whole layer on one rank that holds every expert: [T, H].
+
+    BF16 under :class:`Emulated`, NaN written as 0x7FC0; float64 under :class:`Exact`.
+    """
+    check_device(x.device)
+    ids, w = routing(topk, weights)
+    terms = x.new_zeros(*ids.shape, weights.hidden_size, dtype=arithmetic.dtype)
+    held = unique_slots(weights.placement.slots[weights.rank])
+    add_terms(terms, x, ids, w, weights.experts, held, weights.activation, arithmetic)
+    return finish(x, terms, ids, w, weights, arithmetic)
+
+
+def routing(topk: TopK, weights: MoEWeights) -> tuple[Tensor, Tensor]:
+    """ids as int64 and weights as float32 [T, K], the scaling factor applied once.
+
+    Raises BadInput where an id is outside [-1, E), or a factor's application was left unsaid.
+    """
+    ids, w = topk.ids.to(torch.int64), topk.weights.to(torch.float32)
+    if ids.numel():
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < -1 or high >= weights.num_experts:
+            raise bad_input(
+                "topk.ids", low if low < -1 else high,
+                f"is outside [-1, {weights.num_experts})", "use -1 for an empty slot",
+            )  # fmt: skip
+    return ids, w * scaling(topk, weights)
+
+
+def scaling(topk: TopK, weights: MoEWeights) -> float:
+    """What the routing weights are multiplied by in ``forward``: the factor, or 1 if inside already."""
+    factor = weights.routed_scaling_factor
+    if weights.scale_at == "output":
+        return 1.0
+    if topk.scaled is None and factor != 1.0:
+        raise bad_input(
+            "topk.scaled", "None", f"leaves unsaid whether routed_scaling_factor {factor:g} is inside "
+            "the weights", "pass TopK(..., scaled=True) if your router multiplied it in, else False",
+        )  # fmt: skip
+    return 1.0 if topk.scaled else factor
+
+
+def unique_slots(slots: Sequence[int]) -> tuple[int, ...]:
+    """``slots`` with every second replica emptied, so that each expert is computed once."""
+    seen: set[int] = set()
+    first = []
+    for expert in slots:
+        first.append(-1 if expert in seen else expert)
+        seen.add(expert)
+    return tuple(first)
+
+
+def add_terms(
+    terms_TKH: Tensor,
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    w_TK: Tensor,
+    experts: ExpertWeights,
+    held: Sequence[int],
+    activation: Activation,
+    arithmetic: Arithmetic,
+) -> None:
+    """Write the term of every slot whose expert is in ``held`` (-1 holds none) into ``terms_TKH``.
+
+    A loop over experts: one expert's matrices are dequantised at a time, so peak memory is a small
+    multiple of one expert.
+    """
+    flat = ids_TK.flatten()
+    order = flat.argsort(stable=True)
+    used, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    rows_of = dict(zip(used.tolist(), order.split(counts.tolist()), strict=True))
+    top_k = ids_TK.shape[1]
+    out = terms_TKH.view(-1, terms_TKH.shape[-1])
+    for slot, expert in enumerate(held):
+        rows = rows_of.get(expert)
+        if expert < 0 or rows is None:
+            continue
+        one = ExpertWeights(
+            w13=experts.w13[slot : slot + 1],
+            w2=experts.w2[slot : slot + 1],
+            b13=None if experts.b13 is None else experts.b13[slot : slot + 1],
+            b2=None if experts.b2 is None else experts.b2[slot : slot + 1],
+        )
+        out[rows] = term(x_TH[rows // top_k], w_TK.flatten()[rows], one, activation, arithmetic)
+
+
+def term(
+    x_nH: Tensor,
+    w_n: Tensor | None,
+    expert: ExpertWeights,
+    activation: Activation,
+    arithmetic: Arithmetic,
+) -> Tensor:
+    """One expert's output for its tokens, float [n, H]; ``w_n`` None is an unweighted (shared) one."""
+    a, recipe = arithmetic, arithmetic.recipe
+    w_n1 = None if w_n is None else w_n[:, None].to(F64)
+    x = x_nH
+    if w_n1 is not None and recipe.weight_at == "input":
+        x = a.round(a.narrow(w_n1 * x.to(F64)), BF16)
+    h = _product(a.enter(x, recipe.act), expert.w13, a)
+    if expert.b13 is not None:
+        h = h + expert.b13[0].to(a.dtype)
+    h = a.round(h, recipe.fc1_out)
+    gate, up = clamp(h, activation)
+    if recipe.gate_out is not None:
+        s = _stepwise(gate, up, activation, a)
+    else:
+        s = gated(gate, up, activation)
+    if recipe.swiglu_out is not None:
+        s = a.round(a.narrow(s), recipe.swiglu_out).to(F64)
+    if w_n1 is not None and recipe.weight_at == "fc2_input":
+        s = s * w_n1
+    y = _product(a.enter(a.narrow(s), recipe.mid), expert.w2, a)
+    if expert.b2 is not None:
+        y = y + expert.b2[0].to(a.dtype)
+    y = a.round(y, recipe.fc2_out)
+    if w_n1 is not None and recipe.weight_at == "term":
+        y = a.narrow(w_n1 * y.to(F64))
+    return a.round(y, recipe.term)
+
+
+def _product(operand: Tensor, matrix: Quantised, a: Arithmetic) -> Tensor:
+    """operand [n, columns] times one expert's matrix [1, rows, columns], some rows at a time: [n, rows].
+
+    A few megabytes of float64 stay in the processor's caches; a GPU takes far larger pieces.
+    """
+    piece = CPU_PIECE if operand.device.type == "cpu" else CUDA_PIECE
+    _, rows, columns = matrix.shape
+    step = max(1, piece // max(1, columns))
+    pieces = [
+        a.dot(operand, dequantise(matrix, rows=slice(start, start + step))[0])
+        for start in range(0, rows, step)
+    ]
+    return torch.cat(pieces, dim=1) if pieces else operand.new_zeros(len(operand), 0, dtype=a.dtype)
+
+
+def _stepwise(gate: Tensor, up: Tensor, activation: Activation, a: Arithmetic) -> Tensor:
+    """The same product with the gated half rounded first, as engines that round every step do."""
+    g = gate.to(F64)
+    half = a.round(a.narrow(g * sigmoid(g * activation.alpha)), a.recipe.gate_out).to(F64)
+    return (up.to(F64) + activation.up_offset) * half
+
+
+def finish(
+    x_TH: Tensor,
+    terms_TKH: Tensor,
+    ids_TK: Tensor,
+    w_TK: Tensor,
+    weights: MoEWeights,
+    arithmetic: Arithmetic,
+    owner_TK: Tensor | None = None,
+) -> Tensor:
+    """Steps 9 and 10 on the token's own rank: combine, output scaling, shared expert, BF16.
+
+    owner_TK: the rank that computed each slot; needed where the recipe combines by rank.
+    """
+    total = combine(terms_TKH, ids_TK, w_TK, arithmetic, owner_TK)
+    if weights.scale_at == "output":
+        total = _scaled(total, weights.routed_scaling_factor, arithmetic)
+    total = arithmetic.round(total, BF16)
+    if weights.shared is not None:
+        total = arithmetic.round(total + shared_term(x_TH, weights.shared, arithmetic), BF16)
+    return canonical_nan(rnbf16(total)) if total.dtype == torch.float32 else total
+
+
+def _scaled(values: Tensor, factor: float, arithmetic: Arithmetic) -> Tensor:
+    return arithmetic.narrow(values.to(F64) * factor)
+
+
+def shared_term(x_TH: Tensor, shared: SharedExpert, arithmetic: Arithmetic) -> Tensor:
+    """The shared expert's output, rounded to BF16 under Emulated: always the plain BF16 recipe."""
+    plain = Emulated(BF16_COMBINE) if isinstance(arithmetic, Emulated) else arithmetic
+    return plain.round(term(x_TH, None, shared.weights, shared.activation, plain), BF16)
+
+
+def combine(
+    terms_TKH: Tensor,
+    ids_TK: Tensor,
+    w_TK: Tensor,
+    arithmetic: Arithmetic,
+    owner_TK: Tensor | None = None,
+) -> Tensor:
+    """The sum over a token's slots in the recipe's order, [T, H]; empty slots are skipped."""
+    recipe = arithmetic.recipe
+    order = _order(ids_TK, owner_TK, recipe.combine)
+    total = torch.zeros_like(terms_TKH[:, 0]) if ids_TK.shape[1] else terms_TKH.sum(1)
+    partial = torch.zeros_like(total)
+    rows = torch.arange(ids_TK.shape[0], device=ids_TK.device)
+    previous: Tensor | None = None
+    for position in range(ids_TK.shape[1]):
+        slot = order[:, position]
+        live = (ids_TK[rows, slot] >= 0)[:, None]
+        value = terms_TKH[rows, slot]
+        if recipe.weight_at == "combine":
+            value = arithmetic.narrow(w_TK[rows, slot, None].to(F64) * value.to(F64))
+        if recipe.combine == "ranks":
+            assert owner_TK is not None
+            owner = owner_TK[rows, slot]
+            if previous is not None:
+                turned = (owner != previous)[:, None]
+                total = torch.where(turned, total + arithmetic.round(partial, recipe.partial), total)
+                partial = torch.where(turned, 0.0, partial)
+            partial = torch.where(live, partial + value, partial)
+            previous = owner
+        else:
+            summed = total + value
+            if recipe.combine == "experts":
+                summed = arithmetic.round(summed, recipe.partial)
+            total = torch.where(live, summed, total)
+    return total + arithmetic.round(partial, recipe.partial) if recipe.combine == "ranks" else total
+
+
+def _order(
+    ids_TK: Tensor, owner_TK: Tensor | None, how: Literal["slots", "experts", "ranks"]
+) -> Tensor:
+    if how == "slots":
+        return torch.arange(ids_TK.shape[1], device=ids_TK.device).expand_as(ids_TK)
+    if how == "experts":
+        return ids_TK.argsort(dim=1, stable=True)
+    if owner_TK is None:
+        raise bad_input(
+            "recipe.combine", "ranks", "needs the rank that owns each slot",
+            "run it through megamoe.reference.parallel",
+        )  # fmt: skip
+    return owner_TK.argsort(dim=1, stable=True)
