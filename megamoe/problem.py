@@ -53,7 +53,9 @@ class Activation:
         return self.alpha == 1.0 and self.up_offset == 0.0
 
     def __str__(self) -> str:
-        form = "swiglu" if self.is_swiglu else f"swiglu(alpha {self.alpha:g}, up + {self.up_offset:g})"
+        form = (
+            "swiglu" if self.is_swiglu else f"swiglu(alpha {self.alpha:g}, up + {self.up_offset:g})"
+        )
         clamp = f", limit {self.limit:g}" if self.limit else ""
         return form + clamp + (" symmetric" if self.symmetric and self.limit else "")
 
@@ -61,7 +63,7 @@ class Activation:
 GPT_OSS_ALPHA = 1.7020000219345093  # RN32(1.702)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class TopK:
     """Where each token goes.
 
@@ -87,7 +89,7 @@ class TopK:
             )
         if not weights.dtype.is_floating_point or weights.dtype.itemsize < 2:
             raise bad_input(
-                "topk.weights", f"of {weights.dtype}", "are not float32, bfloat16, float16 or float64",
+                "topk.weights", f"of {weights.dtype}", "are not a float of 16 bits or more",
                 "cast with weights.float()",
             )  # fmt: skip
         if weights.shape != ids.shape:
@@ -97,7 +99,10 @@ class TopK:
             )  # fmt: skip
         if weights.device != ids.device:
             raise bad_input(
-                "topk.weights", f"on {weights.device}", f"are not on the ids' {ids.device}", "move them"
+                "topk.weights",
+                f"on {weights.device}",
+                f"are not on the ids' {ids.device}",
+                "move them",
             )
 
     @property
@@ -109,7 +114,7 @@ class TopK:
         return int(self.ids.shape[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Router:
     """How logits become ids and weights; the scaling factor is never part of it.
 
@@ -175,7 +180,7 @@ class Router:
         return product.to(torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ExpertWeights:
     """Some experts' matrices. w13: [n, 2I, H], gate rows first, then up rows; w2: [n, H, I].
 
@@ -246,12 +251,12 @@ class ExpertWeights:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class SharedExpert:
     """An FFN that every token passes: replicated whole on every rank, applied to its own tokens.
 
-    weights: an :class:`ExpertWeights` of one expert, with its own intermediate_size; activation: its
-    own, limits included.
+    weights: an :class:`ExpertWeights` of one expert, with its own intermediate_size; activation:
+    its own, limits included.
     """
 
     weights: ExpertWeights
@@ -269,8 +274,8 @@ class SharedExpert:
 class Placement:
     """Which logical expert each physical slot of each rank holds; -1 is a slot that holds none.
 
-    slots: one tuple a rank, of any length. Every logical expert stands at least once; more than once
-    means replicas.
+    slots: one tuple a rank, of any length. Every logical expert stands at least once; more than
+    once means replicas.
     """
 
     num_experts: int
@@ -326,7 +331,7 @@ class Placement:
         return len(held) > self.num_experts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class MoEWeights:
     """One layer on one rank.
 
@@ -413,12 +418,13 @@ class MoEWeights:
 class Recipe:
     """Every rounding point between x and y, in order; None is no rounding there.
 
-    act, mid: formats in which activations enter FC1 and FC2. fc1_out, fc2_out: after FC and its bias.
+    act, mid: formats in which activations enter FC1 and FC2. fc1_out, fc2_out: after FC and its
+    bias.
     gate_out: gate * sigmoid(alpha * gate), before it meets up. swiglu_out: their product.
     weight_at: where the routing weight enters. term: one expert's output for one token.
-    combine: ``slots`` sums in slot order; ``experts`` in ascending expert order; ``ranks`` sums each
-    source rank's slots first. partial: rounding after every addition (``experts``) or of each rank's
-    sum (``ranks``). The result is BF16.
+    combine: ``slots`` sums in slot order; ``experts`` in ascending expert order; ``ranks`` sums
+    each source rank's slots first. partial: rounding after every addition (``experts``) or of each
+    rank's sum (``ranks``). The result is BF16.
     """
 
     name: str
@@ -455,11 +461,11 @@ HF_GROUPED = Recipe(
 )
 
 
-def family_recipe(weights: MoEWeights) -> Recipe:
-    """The BF16 recipe of a layer: its own place of the routing weight, nothing else rounded."""
+def family_recipe(weight_at: WeightAt) -> Recipe:
+    """The BF16 recipe of a family: its own place of the routing weight, nothing else rounded."""
     recipes = {r.weight_at: r for r in (BF16_COMBINE, BF16_FC2_INPUT, BF16_INPUT)}
-    return recipes.get(weights.weight_at) or replace(
-        BF16_COMBINE, name=f"bf16, weight at {weights.weight_at}", weight_at=weights.weight_at
+    return recipes.get(weight_at) or replace(
+        BF16_COMBINE, name=f"bf16, weight at {weight_at}", weight_at=weight_at
     )
 
 
@@ -541,8 +547,8 @@ class Request:
 class Machine:
     """One rank's machine as a kernel sees it; literal ones stand for machines one does not own.
 
-    capability is None on a CPU. Versions are None where the package is absent. ranks_per_gpu above 1
-    means that several ranks share a device.
+    capability is None on a CPU. Versions are None where the package is absent. ranks_per_gpu above
+    1 means that several ranks share a device.
     """
 
     name: str

@@ -1,0 +1,125 @@
+"""The calls: load, route, prepare, forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import settings
+from megamoe.dispatch.machine import probe
+from megamoe.dispatch.select import KERNELS, Decision, select
+from megamoe.dispatch.session import PreparedWeights
+from megamoe.errors import BadInput, bad_input
+from megamoe.problem import Host, MoEWeights, Request, TopK, family_recipe
+from megamoe.reference.router import route
+
+
+def prepare(
+    weights: MoEWeights,
+    group: Any = None,
+    *,
+    max_tokens_per_rank: int,
+    top_k: int | None = None,
+    kernel: str = "auto",
+    host: Host | None = None,
+) -> PreparedWeights:
+    """Choose a kernel for a loaded layer, pack the weights for it and open its workspaces.
+
+    Collective over ``group`` (a torch.distributed ProcessGroup; None is the default group where the
+    weights were loaded for more than one rank). max_tokens_per_rank: the capacity, the same on
+    every rank. top_k: where the weights carry no router. kernel: "auto", or a name that alone may
+    be chosen.
+
+    Raises Unsupported with every kernel's objections where none fits, BadInput for bad arguments.
+    """
+    asked = read_settings()
+    top_k = _top_k(weights, top_k)
+    request = Request.of(weights, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, host=host)
+    decision = decide(request, weights.device, kernel, asked)
+    return PreparedWeights(weights, decision, group)
+
+
+def decide(
+    request: Request, device: torch.device, kernel: str, asked: settings.Settings
+) -> Decision:
+    """The decision, with what the environment asks for: a pinned kernel, or the reference."""
+    machine = probe(device)
+    only = asked.kernel or (None if kernel == "auto" else kernel)
+    if asked.force_reference == "off":
+        return select(request, machine, KERNELS, only)
+    recipe = family_recipe(request.weight_at)
+    if asked.force_reference == "emulate":
+        recipe = select(request, machine, KERNELS, only).recipe
+    forced = select(request, machine, KERNELS, "reference")
+
+    return dataclasses.replace(forced, recipe=recipe)
+
+
+def read_settings() -> settings.Settings:
+    try:
+        return settings.read()
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+def _top_k(weights: MoEWeights, top_k: int | None) -> int:
+    routed = None if weights.router is None else weights.router.top_k
+    if top_k is None and routed is None:
+        raise bad_input("top_k", "None", "is unknown: the weights carry no router", "pass top_k")
+    return top_k or routed or 0
+
+
+_PREPARED: weakref.WeakKeyDictionary[MoEWeights, PreparedWeights] = weakref.WeakKeyDictionary()
+
+
+def forward(
+    x: Tensor,
+    topk: TopK | tuple[Tensor, Tensor],
+    weights: MoEWeights | PreparedWeights,
+    *,
+    max_tokens: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run one Mixture-of-Experts layer on this rank's tokens: BF16 [T, hidden_size].
+
+    x: BF16 [T, hidden_size], any strides. topk: a TopK, or a plain (ids, weights) where the layer's
+    routed_scaling_factor is 1. weights: a prepared layer, or raw MoEWeights on one rank, which are
+    prepared at the first call. max_tokens: the step's greatest T over all ranks. out: written and
+    returned where given.
+
+    Raises BadInput before anything is launched: inputs are untouched and no rank is left waiting.
+    """
+    if isinstance(weights, PreparedWeights):
+        return weights.forward(x, topk, max_tokens=max_tokens, out=out)
+    if weights.placement.world_size > 1:
+        raise bad_input(
+            "weights", f"of rank {weights.rank} of {weights.placement.world_size}",
+            "are not prepared, and preparing is collective",
+            "call megamoe.prepare on every rank and pass its result",
+        )  # fmt: skip
+    return _prepared(x, topk, weights).forward(x, topk, max_tokens=max_tokens, out=out)
+
+
+def _prepared(
+    x: Tensor, topk: TopK | tuple[Tensor, Tensor], weights: MoEWeights
+) -> PreparedWeights:
+    """Raw weights' own prepared layer; grown, in powers of two, when a call brings more tokens."""
+    topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
+    needed = max(64, 1 << max(0, x.shape[0] - 1).bit_length())
+    layer = _PREPARED.get(weights)
+    if layer is not None and (
+        layer.request.max_tokens_per_rank < needed or layer.request.top_k != topk.top_k
+    ):
+        layer.close()
+        layer = None
+    if layer is None:
+        layer = prepare(weights, max_tokens_per_rank=needed, top_k=topk.top_k)
+        _PREPARED[weights] = layer
+    return layer
+
+
+__all__ = ["forward", "prepare", "route"]

@@ -1,0 +1,1 @@
+"""The production path: which kernel, on which machine, and all that is done above a kernel."""

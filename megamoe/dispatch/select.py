@@ -1,0 +1,70 @@
+"""The choice of a kernel: pure, a few lines, and able to say why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megamoe.errors import Unsupported, bad_input
+from megamoe.kernels.base import Kernel
+from megamoe.kernels.reference import Reference
+from megamoe.problem import Machine, Recipe, Request
+
+# Preference is this order.
+KERNELS: tuple[type[Kernel], ...] = (Reference,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The kernel that was chosen, the recipe it rounds by, and why each earlier one was refused."""
+
+    kernel: type[Kernel]
+    recipe: Recipe
+    request: Request
+    machine: Machine
+    refusals: Mapping[str, tuple[str, ...]]
+    named: bool = False  # asked for by name, not by preference
+
+    @property
+    def name(self) -> str:
+        return self.kernel.sheet.name
+
+    def __str__(self) -> str:
+        how = "as asked" if self.named else "by preference"
+        lines = [f"{self.name} ({how}): {self.kernel.sheet.title}, recipe {self.recipe}"]
+        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.refusals.items()]
+        return "\n".join(lines)
+
+
+def select(
+    request: Request,
+    machine: Machine,
+    kernels: Sequence[type[Kernel]] = KERNELS,
+    only: str | None = None,
+) -> Decision:
+    """The first kernel without an objection; ``only`` considers the one of that name.
+
+    Raises Unsupported with every kernel's reasons where none is left, BadInput for an unknown name.
+    """
+    if only is not None:
+        names = [kernel.sheet.name for kernel in kernels]
+        if only not in names:
+            raise bad_input("kernel", repr(only), "is unknown", f"use one of {', '.join(names)}")
+        kernels = [kernel for kernel in kernels if kernel.sheet.name == only]
+    refusals: dict[str, tuple[str, ...]] = {}
+    for kernel in kernels:
+        reasons = kernel.objections(request, machine)
+        if only is None and kernel.sheet.automatic == "cpu" and machine.capability is not None:
+            reasons += ("is the judge: on a GPU it runs only where it is named",)
+        if not reasons:
+            return Decision(
+                kernel=kernel,
+                recipe=kernel.recipe(request),
+                request=request,
+                machine=machine,
+                refusals=refusals,
+                named=only is not None,
+            )
+        refusals[kernel.sheet.name] = reasons
+    what = f"kernel {only} cannot" if only else "no kernel can"
+    raise Unsupported(f"{what} run this layer on {machine.name}", objections=refusals)

@@ -1,0 +1,218 @@
+"""A prepared layer: the kernel with its pack, and everything that is done above it on each call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.dispatch.placement import Table, padded, physical
+from megamoe.dispatch.select import Decision
+from megamoe.dispatch.shared import SharedFFN
+from megamoe.dispatch.staging import clean_ids, stage
+from megamoe.errors import BadInput, MegaMoEError, bad_input
+from megamoe.kernels.base import Context, Kernel
+from megamoe.problem import MoEWeights, TopK
+
+
+class PreparedWeights:
+    """One layer, ready to run; made by ``megamoe.prepare``, which is collective.
+
+    ``decision`` says which kernel and why not the others. ``forward`` may be called any number of
+    times; ``close`` gives the workspaces back, on every rank, and ``with`` does it.
+    """
+
+    def __init__(self, weights: MoEWeights, decision: Decision, group: Any = None) -> None:
+        request = decision.request
+        self.decision = decision
+        self.request = request
+        self.rank = weights.rank
+        self.device = weights.device
+        self.family = weights.family
+        self._table = Table.of(weights.placement, weights.device)
+        self._sticky = torch.zeros(1, dtype=torch.bool, device=weights.device)
+        features = decision.kernel.sheet.features
+        self._shared = (
+            SharedFFN(weights.shared)
+            if weights.shared and "shared expert" not in features
+            else None
+        )
+        self._output_factor = (
+            request.routed_scaling_factor
+            if request.scale_at == "output" and "output scaling" not in features
+            else 1.0
+        )
+        context = Context(
+            request=dataclasses.replace(request, placement=physical(weights.placement)),
+            machine=decision.machine,
+            device=weights.device,
+            rank=weights.rank,
+            group=group,
+            recipe=decision.recipe,
+        )
+        self._kernel: Kernel | None = decision.kernel.prepare(padded(weights), context)
+
+    # --- the call ---------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: Tensor,
+        topk: TopK | tuple[Tensor, Tensor],
+        *,
+        max_tokens: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The layer on this rank's tokens: BF16 [T, H]; collective, and capture-safe after warmup.
+
+        x: BF16 [T, H], any strides. max_tokens: the step's greatest T over all ranks, the same
+        number on every rank; without it no rank may exceed max_tokens_per_rank. out: written and
+        returned where given. Raises BadInput before anything is launched.
+        """
+        kernel = self._open()
+        topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
+        self._check(x, topk, out)
+        factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
+        rounds, step, tokens = self._rounds(x.shape[0], max_tokens)
+        ids = self._ids(topk.ids)
+        weights = topk.weights.to(torch.float32) * factor
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        for i in range(rounds):
+            part = slice(i * step, (i + 1) * step)
+            batch = stage(
+                x[part],
+                ids[part],
+                weights[part],
+                table=self._table,
+                rank=self.rank,
+                sheet=self.decision.kernel.sheet,
+                tokens=tokens,
+            )
+            kernel.run(batch, y[part])
+        if self._output_factor != 1.0:
+            y *= self._output_factor  # a power of two: exact after rounding as before it
+        if self._shared is not None:
+            y += self._shared(x)  # BF16 + BF16: added in float32, rounded once
+        return y
+
+    __call__ = forward
+
+    def _check(self, x: Tensor, topk: TopK, out: Tensor | None) -> None:
+        hidden = self.request.hidden_size
+        if x.dim() != 2 or x.shape[1] != hidden:
+            raise bad_input(
+                "x", f"of shape {list(x.shape)}", f"is not [tokens, {hidden}]", "flatten the batch"
+            )
+        if x.dtype != torch.bfloat16:
+            raise bad_input("x", f"of {x.dtype}", "is not bfloat16", "cast with x.bfloat16()")
+        if x.device != self.device:
+            raise bad_input(
+                "x", f"on {x.device}", f"is not on the layer's {self.device}", "move it"
+            )
+        if topk.ids.device != self.device:
+            raise bad_input(
+                "topk.ids", f"on {topk.ids.device}", f"are not on the layer's {self.device}",
+                "move them",
+            )  # fmt: skip
+        if topk.tokens != x.shape[0]:
+            raise bad_input(
+                "topk.ids", f"of {topk.tokens} tokens", f"do not match x of {x.shape[0]}",
+                "route the same tokens",
+            )  # fmt: skip
+        if topk.top_k != self.request.top_k:
+            raise bad_input(
+                "topk", f"of {topk.top_k} slots a token", f"is not top_k {self.request.top_k}",
+                "prepare the layer for it",
+            )  # fmt: skip
+        if out is not None and (
+            out.shape != x.shape or out.dtype != x.dtype or out.device != x.device
+        ):
+            raise bad_input(
+                "out", f"of {out.dtype} {list(out.shape)} on {out.device}",
+                f"is not {x.dtype} {list(x.shape)} on {x.device}", "pass one like x",
+            )  # fmt: skip
+        if out is not None and not out.is_contiguous():
+            raise bad_input(
+                "out", f"of strides {out.stride()}", "is not contiguous", "pass one that is"
+            )
+
+    def _rounds(self, count: int, max_tokens: int | None) -> tuple[int, int, int]:
+        """(rounds, tokens a round on this rank, greatest tokens a round on any rank)."""
+        capacity = self.request.max_tokens_per_rank
+        if max_tokens is None:
+            if count > capacity:
+                raise bad_input(
+                    "x", f"of {count} tokens",
+                    f"exceeds max_tokens_per_rank {capacity}",
+                    "pass max_tokens (the greatest count of any rank) to run in rounds, or prepare "
+                    "for more",
+                )  # fmt: skip
+            return 1, capacity, capacity
+        if count > max_tokens:
+            raise bad_input(
+                "max_tokens", max_tokens, f"is below this rank's {count} tokens",
+                "pass the greatest count of any rank",
+            )  # fmt: skip
+        rounds = max(1, -(-max_tokens // capacity))
+        step = -(-max_tokens // rounds)
+        return rounds, step, step
+
+    def _ids(self, ids: Tensor) -> Tensor:
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = (int(v) for v in torch.aminmax(ids))
+            if low < -1 or high >= self.request.num_experts:
+                raise bad_input(
+                    "topk.ids", low if low < -1 else high,
+                    f"is outside [-1, {self.request.num_experts})", "use -1 for an empty slot",
+                )  # fmt: skip
+        return clean_ids(ids, self.request.num_experts, self._sticky)
+
+    # --- the rest of its life ---------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Compile and allocate all that ``forward`` needs; collective."""
+        self._open().warmup()
+
+    def check(self) -> None:
+        """Raise BadInput where an id outside [-1, E) was met since the last check; reads the
+        device.
+        """
+        if bool(self._sticky.item()):
+            self._sticky.zero_()
+            raise BadInput(
+                f"topk.ids held a value outside [-1, {self.request.num_experts}) since the last "
+                "check; it was taken as an empty slot, so that call's output is invalid: fix the "
+                "router"
+            )
+
+    def close(self) -> None:
+        """Give the kernel's workspaces back; collective. A second call does nothing."""
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            kernel.close()
+            self.check()
+
+    def _open(self) -> Kernel:
+        if self._kernel is None:
+            raise MegaMoEError("this layer is closed; call megamoe.prepare again")
+        return self._kernel
+
+    def __enter__(self) -> PreparedWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def scaling(topk: TopK, factor: float, scale_at: str) -> float:
+    """What the routing weights are multiplied by: the factor, or 1 if inside or applied later."""
+    if scale_at == "output":
+        return 1.0
+    if topk.scaled is None and factor != 1.0:
+        raise bad_input(
+            "topk.scaled", "None",
+            f"leaves unsaid whether routed_scaling_factor {factor:g} is inside the weights",
+            "pass TopK(..., scaled=True) if your router multiplied it in, else False",
+        )  # fmt: skip
+    return 1.0 if topk.scaled else factor

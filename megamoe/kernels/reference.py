@@ -1,0 +1,60 @@
+"""The reference as a kernel: what runs on a CPU, and wherever it is asked for by name."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megamoe.formats import CATALOGUE
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel
+from megamoe.problem import BF16_COMBINE, MoEWeights, Recipe, Request, family_recipe
+from megamoe.reference import parallel
+from megamoe.reference.moe import Emulated
+
+
+class Reference(Kernel):
+    """Correctly rounded, bit for bit the same everywhere, and slow: the judge of all others."""
+
+    sheet = Datasheet(
+        name="reference",
+        title="correctly rounded reference",
+        recipe=BF16_COMBINE,
+        formats=CATALOGUE,
+        features=frozenset(
+            {
+                "any device",
+                "alpha",
+                "expert bias",
+                "weight at input",
+                "output scaling",
+                "shared expert",
+                "shared GPU",
+                "tensor parallel",
+                "sequence parallel",
+            }
+        ),
+        transport="the process group",
+        automatic="cpu",
+        hardware=("any CPU",),
+    )
+
+    @classmethod
+    def recipe(cls, request: Request) -> Recipe:
+        return family_recipe(request.weight_at)
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Reference:
+        recipe = context.recipe or cls.recipe(context.request)
+        return cls(weights, Emulated(recipe), context)
+
+    def __init__(self, weights: MoEWeights, arithmetic: Emulated, context: Context) -> None:
+        self.weights, self.arithmetic, self.context = weights, arithmetic, context
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        out.copy_(
+            parallel.forward(
+                batch.x, batch.ids, batch.weights, self.weights, self.arithmetic, self.context.group
+            )
+        )
+
+    def close(self) -> None:
+        return None
