@@ -51,20 +51,28 @@ def select(
         if only not in names:
             raise bad_input("kernel", repr(only), "is unknown", f"use one of {', '.join(names)}")
         kernels = [kernel for kernel in kernels if kernel.sheet.name == only]
-    refusals: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, tuple[str, ...]] = {}
     for kernel in kernels:
-        reasons = kernel.objections(request, machine)
-        if only is None and kernel.sheet.automatic == "cpu" and machine.capability is not None:
-            reasons += ("is the judge: on a GPU it runs only where it is named",)
+        reasons = refusals(kernel, request, machine, named=only is not None)
         if not reasons:
             return Decision(
                 kernel=kernel,
                 recipe=kernel.recipe(request),
                 request=request,
                 machine=machine,
-                refusals=refusals,
+                refusals=refused,
                 named=only is not None,
             )
-        refusals[kernel.sheet.name] = reasons
+        refused[kernel.sheet.name] = reasons
     what = f"kernel {only} cannot" if only else "no kernel can"
-    raise Unsupported(f"{what} run this layer on {machine.name}", objections=refusals)
+    raise Unsupported(f"{what} run this layer on {machine.name}", objections=refused)
+
+
+def refusals(
+    kernel: type[Kernel], request: Request, machine: Machine, *, named: bool = False
+) -> tuple[str, ...]:
+    """The kernel's objections, and that it is never chosen unnamed where its sheet says so."""
+    reasons = kernel.objections(request, machine)
+    if not named and kernel.sheet.automatic == "cpu" and machine.capability is not None:
+        reasons += ("is the judge: on a GPU it runs only where it is named",)
+    return reasons

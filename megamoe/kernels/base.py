@@ -163,13 +163,20 @@ class Kernel(abc.ABC):
 
 def sheet_objections(sheet: Datasheet, request: Request, machine: Machine) -> tuple[str, ...]:
     """Every reason that the datasheet's own fields give, machine first."""
-    return tuple(reason for rule in RULES for reason in rule(sheet, request, machine))
+    reasons = (reason for rule in RULES for reason in rule(sheet, request, machine))
+    return (*machine_objections(sheet, machine), *reasons)
+
+
+def machine_objections(sheet: Datasheet, machine: Machine) -> tuple[str, ...]:
+    """What the kernel lacks on this machine, whatever the layer."""
+    reasons = [*_architecture(sheet, machine), *_packages(sheet, machine)]
+    return tuple(reasons)
 
 
 Rule = Callable[[Datasheet, Request, Machine], Iterable[str]]
 
 
-def _architecture(sheet: Datasheet, request: Request, machine: Machine) -> Iterable[str]:
+def _architecture(sheet: Datasheet, machine: Machine) -> Iterable[str]:
     if machine.capability is None:
         if "any device" not in sheet.features:
             yield f"needs a CUDA GPU, and {machine.name} has none"
@@ -187,7 +194,7 @@ def _architecture(sheet: Datasheet, request: Request, machine: Machine) -> Itera
         )
 
 
-def _packages(sheet: Datasheet, request: Request, machine: Machine) -> Iterable[str]:
+def _packages(sheet: Datasheet, machine: Machine) -> Iterable[str]:
     for need in sheet.needs:
         found = getattr(machine, need.package)
         sign = "==" if need.exact else ">="
@@ -310,8 +317,6 @@ def _host(sheet: Datasheet, request: Request, machine: Machine) -> Iterable[str]
 
 
 RULES: tuple[Rule, ...] = (
-    _architecture,
-    _packages,
     _placement,
     _geometry,
     _formats,
