@@ -66,7 +66,10 @@ def scalar_score(logit: float, scoring: str) -> float:
 
 def descending(scores: list[float], among: list[int]) -> list[int]:
     """``among`` by descending score, NaN first, ties to the lower id."""
-    return sorted(among, key=lambda e: (-math.inf if math.isnan(scores[e]) else -scores[e], e))
+    return sorted(
+        among,
+        key=lambda e: (0, 0.0, e) if math.isnan(scores[e]) else (1, -scores[e], e),
+    )
 
 
 def scalar_route(row: list[float], r: Router) -> tuple[list[int], list[float]]:
@@ -131,7 +134,7 @@ def rows(draw: st.DrawFn, experts: int, **bounds: object) -> list[list[float]]:
     return draw(st.lists(row, min_size=0, max_size=4))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_equals_the_scalar_model(data: st.DataObject) -> None:
     r = data.draw(routers())
