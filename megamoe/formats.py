@@ -1,4 +1,4 @@
-"""Number formats as data: one rounding function, one quantiser and one error bound serve all of them.
+"""Number formats as data: one rounding function, one quantiser, one error bound for all of them.
 
 An :class:`Element` says how one number is coded, a :class:`Format` how numbers share scales, and a
 :class:`Quantised` is a tensor of codes that carries its format. Logical values are held in float64,
@@ -41,7 +41,7 @@ class Element:
     min: float
     code: Literal["float", "exponent", "offset"] = "float"
     infinity: bool = False
-    nan: int | None = None  # the canonical NaN code of elements of up to 8 bits
+    nan: int | None = None  # the one NaN that is written, whichever NaN was given
     dtype: torch.dtype = torch.uint8
 
     @property
@@ -69,10 +69,14 @@ def _float(
     )
 
 
-FP32 = _float("fp32", 32, 23, -126, (2 - 2**-23) * 2.0**127, torch.float32, infinity=True)
-BF16 = _float("bf16", 16, 7, -126, (2 - 2**-7) * 2.0**127, torch.bfloat16, infinity=True)
+FP32 = _float(
+    "fp32", 32, 23, -126, (2 - 2**-23) * 2.0**127, torch.float32, infinity=True, nan=0x7FC00000
+)
+BF16 = _float(
+    "bf16", 16, 7, -126, (2 - 2**-7) * 2.0**127, torch.bfloat16, infinity=True, nan=0x7FC0
+)
 E4M3 = _float("e4m3", 8, 3, -6, 448.0, torch.float8_e4m3fn, nan=0x7F)
-E5M2 = _float("e5m2", 8, 2, -14, 57344.0, torch.float8_e5m2, infinity=True, nan=0x7E)
+E5M2 = _float("e5m2", 8, 2, -14, 57344.0, torch.float8_e5m2, infinity=True, nan=0x7F)
 E2M1 = _float("e2m1", 4, 1, 0, 6.0, torch.uint8)
 E8M0 = Element(
     name="e8m0",
@@ -96,13 +100,15 @@ class ScaleRule:
 
     All steps are float32, each rounded once. ``kind``: ``amax`` is amax over ``top``;
     ``power_of_two_up`` the least power of two not below it, ``power_of_two_nearest`` the nearest
-    (halfway goes up), ``power_of_two_floor`` the greatest power of two not above amax, moved down by
-    the element's greatest exponent (OCP MX; elements may saturate); ``two_level`` is ModelOpt's NVFP4:
-    amax over top times the global scale, itself coded in the scale's element; ``static`` is ``top``.
+    (halfway goes up), ``power_of_two_floor`` the greatest power of two not above amax, moved down
+    by the element's greatest exponent (OCP MX; elements may saturate), all three in E8M0's range;
+    ``two_level`` is ModelOpt's NVFP4: amax over top times the global scale, itself coded in the
+    scale's element; ``static`` is ``top`` whatever the values.
 
     ``quotient`` divides by ``top`` or multiplies by its rounded reciprocal; ``apply`` does the same
-    for elements and their scale. The two differ in about half of all scales, so a recipe says which.
-    ``amax_floor`` and ``scale_floor`` raise small values; an all-zero block gets ``zero_scale``.
+    for elements and their scale. The two differ in about half of all scales, so a recipe says
+    which. ``amax_floor`` and ``scale_floor`` raise small values. ``zero_scale`` is for an all-zero
+    block and for one whose scale underflows to zero.
     """
 
     kind: Literal[
@@ -156,6 +162,8 @@ FP8_CHANNEL_BF16 = _fp8("fp8_channel_bf16_scale", (1, 0), BF16, AMAX_448)
 FP8_BLOCK128 = _fp8("fp8_block128", (128, 128), FP32, AMAX_448)
 FP8_BLOCK128_BF16 = _fp8("fp8_block128_bf16_scale", (128, 128), BF16, AMAX_448)
 FP8_BLOCK128_E8M0 = _fp8("fp8_block128_e8m0_scale", (128, 128), E8M0, UP_448)
+FP8_BLOCK32 = _fp8("fp8_block32", (32, 32), FP32, AMAX_448)
+FP8_BLOCK32_BF16 = _fp8("fp8_block32_bf16_scale", (32, 32), BF16, AMAX_448)
 FP8_BLOCK32_E8M0 = _fp8("fp8_block32_e8m0_scale", (32, 32), E8M0, UP_448)
 FP8_ROW = _fp8("fp8_row", (1, 0), FP32, AMAX_448)
 FP8_1X128 = _fp8("fp8_1x128", (1, 128), FP32, AMAX_448)
@@ -200,6 +208,8 @@ CATALOGUE = (
     FP8_BLOCK128,
     FP8_BLOCK128_BF16,
     FP8_BLOCK128_E8M0,
+    FP8_BLOCK32,
+    FP8_BLOCK32_BF16,
     FP8_BLOCK32_E8M0,
     FP8_ROW,
     FP8_1X128,
@@ -216,7 +226,7 @@ CATALOGUE = (
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2 ** exponent as float64, for integer exponents in [-1022, 1023]; built from bits, so exact."""
+    """2 ** exponent as float64, exact: integer exponents in [-1022, 1023] become bits."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(F64)
 
 
@@ -252,7 +262,7 @@ def rn32(values: Tensor) -> Tensor:
 
 
 def rnbf16(values: Tensor) -> Tensor:
-    """float32 to BF16, to nearest even; the argument is float32, never float64 (double rounding)."""
+    """float32 to BF16, to nearest even; never from float64, which would round twice."""
     assert values.dtype == torch.float32, values.dtype
     return values.to(torch.bfloat16)
 
@@ -299,13 +309,20 @@ def decode(data: Tensor, element: Element) -> Tensor:
     return values if element.packed == 1 else values.flatten(-2)
 
 
+_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+
+
 def encode(values: Tensor, element: Element) -> Tensor:
     """Stored codes of float64 values that the element holds exactly: the inverse of :func:`decode`.
 
-    NaN takes the element's NaN code, or code 0 where it has none.
+    NaN takes the element's NaN code, or zero's where it has none.
     """
     if element.dtype.is_floating_point:
-        return values.to(torch.float32).to(element.dtype)
+        data = values.to(torch.float32).to(element.dtype)
+        assert element.nan is not None
+        # A cast's NaN has a sign and a payload, and they differ between devices.
+        data.view(_BITS[element.bits]).masked_fill_(values.isnan(), element.nan)
+        return data
     if element.code == "exponent":
         codes = exponent_of(values) + 127
         # 2 ** -127 is a float64 normal number, so its exponent is right too.
@@ -338,7 +355,7 @@ def _grid(extent: int, block: int) -> int:
     return (1 if extent else 0) if block == 0 else -(-extent // block)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantised:
     """A tensor of codes with its format; validated once.
 
@@ -455,15 +472,13 @@ def plain(values: Tensor) -> Quantised:
 
 
 def _tiles(values: Tensor, fmt: Format, row_groups: int) -> Tensor:
-    """[..., rows, columns] to [..., row tiles, tile height, column tiles, tile width], zero padded."""
+    """Zero pad [..., rows, columns]: [..., row tiles, tile height, column tiles, tile width]."""
     *lead, rows, columns = values.shape
     rows //= row_groups
     height, width = fmt.block[0] or max(rows, 1), fmt.block[1] or max(columns, 1)
     across, down = _grid(columns, width), _grid(rows, height)
     values = values.unflatten(-2, (row_groups, rows))
-    values = torch.nn.functional.pad(
-        values, (0, across * width - columns, 0, down * height - rows)
-    )
+    values = torch.nn.functional.pad(values, (0, across * width - columns, 0, down * height - rows))
     return values.reshape(*lead, row_groups * down, height, across, width)
 
 
@@ -475,34 +490,33 @@ def _untiled(tiles: Tensor, shape: tuple[int, ...], row_groups: int) -> Tensor:
     return values[..., : rows // row_groups, :columns].reshape(shape)
 
 
-def _scales(amax: Tensor, fmt: Format, global_scale: Tensor | None) -> Tensor:
-    """The scale of each block from its greatest magnitude: float64, exact in the scale's element."""
+def _scales(amax: Tensor, fmt: Format, multiplier: Tensor | None) -> Tensor:
+    """Each block's scale from its greatest magnitude: float64, exact in the scale's element."""
     rule, element = fmt.rule, fmt.scale
-    assert rule is not None and element is not None
+    assert rule is not None
+    assert element is not None
     if rule.kind == "static":
         return torch.full_like(amax, rule.top)
     top = torch.tensor(rule.top, dtype=F64, device=amax.device)
     if rule.kind == "two_level":
-        assert global_scale is not None
-        top = rn32(top * global_scale).to(F64)
-    raised = amax.clamp(min=rule.amax_floor) if rule.amax_floor else amax
+        assert multiplier is not None
+        top = rn32(top * multiplier).to(F64)
+    raised = amax.clamp(min=rule.amax_floor)
     if rule.quotient == "divide":
         scale = rn32(raised / top).to(F64)
     else:
         scale = rn32(raised * rn32(torch.ones_like(top) / top).to(F64)).to(F64)
     if rule.kind == "power_of_two_floor":
         scale = power_of_two((exponent_of(raised) - fmt.element.max_exponent).clamp(-127, 127))
-        scale = torch.where(raised.isfinite(), scale, raised)
+    elif rule.kind == "power_of_two_nearest":
+        scale = round_to(scale, E8M0)
     elif rule.kind == "power_of_two_up":
-        bits = rn32(scale).view(torch.int32)
-        power = ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).to(torch.int32) - 127
-        scale = torch.where(scale.isfinite(), power_of_two(power.clamp(-127, 127)), scale)
-    scale = torch.maximum(scale, torch.full_like(scale, rule.scale_floor))
+        above = (scale.view(torch.int64) & ((1 << 52) - 1)) != 0
+        scale = power_of_two((exponent_of(scale) + above).clamp(-127, 127))
+    coded = round_to(scale.clamp(min=rule.scale_floor), element)
     if rule.zero_scale is not None:
-        scale = torch.where(amax == 0, rule.zero_scale, scale)
-    if element.code == "exponent":  # an infinite or NaN block has the one scale that says so
-        scale = torch.where(scale.isfinite(), scale, math.nan)
-    return round_to(scale, element)
+        coded = torch.where((amax == 0) | (scale == 0) | (coded == 0), rule.zero_scale, coded)
+    return torch.where(amax.isfinite(), coded, math.nan)
 
 
 def quantise(
@@ -513,9 +527,10 @@ def quantise(
     values: BF16, float32 or float64 [..., rows, columns]; scaled formats work on their float32
     rounding. global_scale: float32 [..., row_groups], made from each group's greatest magnitude
     where not given (amax / (top * greatest scale); compressed-tensors stores its reciprocal).
-    A NaN or infinity spoils its own block only.
+    A NaN or infinity turns its own block into NaN, and no other; under a static scale, and in a
+    format without scales, its own element only.
     """
-    *lead, rows, columns = values.shape
+    rows, columns = values.shape[-2:]
     if columns % fmt.element.packed:
         raise bad_input(
             f"{fmt} columns", columns, "cannot be packed two to a byte", "pad to an even count"
@@ -531,9 +546,7 @@ def quantise(
     assert fmt.rule is not None
     exact = rn32(values.to(F64)).to(F64)
     tiles = _tiles(exact, fmt, row_groups)
-    amax = tiles.abs().amax(dim=(-3, -1)) if tiles.numel() else tiles.new_zeros(
-        *lead, tiles.shape[-4], tiles.shape[-2]
-    )  # fmt: skip
+    amax = tiles.abs().amax(dim=(-3, -1))
     per_tile = None
     if fmt.global_scale != "none":
         if global_scale is None:
@@ -548,7 +561,6 @@ def quantise(
         ratio = rn32(tiles / by)
     else:
         ratio = rn32(tiles * rn32(torch.ones_like(by) / by).to(F64))
-    # An infinite ratio saturates, and only a spoiled block has a NaN in it.
     elements = _untiled(round_to(ratio.to(F64), fmt.element), tuple(values.shape), row_groups)
     return Quantised(
         format=fmt,
@@ -560,11 +572,15 @@ def quantise(
 
 
 def _global_scale(amax: Tensor, fmt: Format, row_groups: int) -> Tensor:
-    assert fmt.rule is not None and fmt.scale is not None
-    whole = amax.unflatten(-2, (row_groups, -1)).amax(dim=(-2, -1))
+    """float32 [..., row_groups]; 1 where a group is zero, or so small that its scale would be."""
+    assert fmt.rule is not None
+    assert fmt.scale is not None
+    blocks = torch.where(amax.isfinite(), amax, 0.0)
+    blocks = blocks.unflatten(-2, (row_groups, amax.shape[-2] // row_groups)).flatten(-2)
+    whole = torch.nn.functional.pad(blocks, (0, 1)).amax(dim=-1)  # the pad serves empty groups
     top = torch.full_like(whole, fmt.rule.top * fmt.scale.max)
-    whole = torch.where(whole == 0, top, whole)
-    return rn32(whole / top) if fmt.global_scale == "multiply" else rn32(top / whole)
+    scale = rn32(whole / top) if fmt.global_scale == "multiply" else rn32(top / whole)
+    return torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
 
 
 def _multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
@@ -580,7 +596,7 @@ def _global_per_tile(global_scale: Tensor, fmt: Format, tiles: int) -> Tensor:
 
 
 def _effective(scale: Tensor, per_tile: Tensor | None, fmt: Format, *, rounded: bool) -> Tensor:
-    """What a block's elements are multiplied by. ``rounded``: as the quantiser's float32 holds it."""
+    """What a block's elements are multiplied by; ``rounded`` to the quantiser's float32."""
     if per_tile is None:
         return scale
     if fmt.global_scale == "divide":
@@ -589,19 +605,22 @@ def _effective(scale: Tensor, per_tile: Tensor | None, fmt: Format, *, rounded: 
     return rn32(product).to(F64) if rounded else product
 
 
-def effective_scale(q: Quantised) -> Tensor:
-    """What each tile's elements are multiplied by, float64, exact: q.scale_shape."""
-    assert q.scale is not None and q.format.scale is not None
+def effective_scale(q: Quantised, *, rounded: bool = False) -> Tensor:
+    """What each tile's elements are multiplied by, float64 of q.scale_shape, exact.
+
+    rounded: to float32, as the quantiser divided by it; only a multiplying global scale differs.
+    """
+    assert q.scale is not None
+    assert q.format.scale is not None
     scale = decode(q.scale, q.format.scale)
-    if q.global_scale is None:
-        return scale
-    return _effective(
-        scale, _global_per_tile(q.global_scale, q.format, scale.shape[-2]), q.format, rounded=False
-    )
+    per_tile = None
+    if q.global_scale is not None:
+        per_tile = _global_per_tile(q.global_scale, q.format, scale.shape[-2])
+    return _effective(scale, per_tile, q.format, rounded=rounded)
 
 
 def _spread(scale: Tensor, q: Quantised, rows: slice) -> Tensor:
-    """Tile scales to the chosen rows: [..., row tiles, column tiles] to [..., rows, column tiles]."""
+    """[..., row tiles, column tiles] to [..., rows, column tiles], for the chosen rows."""
     count = q.shape[-2] // q.row_groups
     height = q.format.block[0] or max(count, 1)
     row = torch.arange(count, device=scale.device) // height
@@ -631,26 +650,26 @@ def error_bound(values: Tensor, q: Quantised) -> Tensor:
 
     Half the gap between neighbours at that magnitude, times the scale, widened by the float32
     roundings of scale and ratio; where a value lies past the element's greatest, the excess too.
-    float64 of q.shape. Holds for finite values.
+    float64 of q.shape. Holds for values that are finite in float32 and stayed finite.
     """
     exact = values.to(F64)
     element = q.format.element
     if q.scale is None:
-        scale = torch.ones_like(exact)
-        slack = 0.0
-    else:
-        ones = Quantised(
-            format=Format(
-                name="scales", element=FP32, block=q.format.block, scale=q.format.scale,
-                global_scale=q.format.global_scale,
-            ),
-            data=torch.ones(q.shape, dtype=torch.float32, device=q.device),
-            scale=q.scale, global_scale=q.global_scale, row_groups=q.row_groups,
-        )  # fmt: skip
-        scale = dequantise(ones)
-        slack = 4 * 2.0**-24
-    ratio = exact / torch.where(scale == 0, 1.0, scale)
-    exponent = exponent_of(ratio).clamp(min=element.min_exponent)
-    half_gap = power_of_two((exponent - element.mantissa_bits - 1).clamp(min=-1022))
-    excess = torch.maximum(ratio - element.max, element.min - ratio).clamp(min=0)
-    return (half_gap + excess + slack * ratio.abs()) * scale
+        return _rounding_bound(exact, element)
+    width = q.format.block[1] or max(q.shape[-1], 1)
+    scale, divisor = (
+        _spread(effective_scale(q, rounded=rounded), q, slice(None))
+        .repeat_interleave(width, dim=-1)[..., : q.shape[-1]]
+        for rounded in (False, True)
+    )  # fmt: skip
+    ratio = exact / divisor
+    rounding = (_rounding_bound(ratio, element) + 4 * 2.0**-24 * ratio.abs()) * scale
+    bound = rounding + ratio.abs() * (scale - divisor).abs()
+    # A divisor that underflowed made every element zero or the greatest.
+    return torch.where(divisor == 0, exact.abs() + element.max * scale, bound)
+
+
+def _rounding_bound(values: Tensor, element: Element) -> Tensor:
+    exponent = exponent_of(values).clamp(min=element.min_exponent)
+    half_gap = power_of_two(exponent - element.mantissa_bits - 1)
+    return half_gap + torch.maximum(values - element.max, element.min - values).clamp(min=0)
