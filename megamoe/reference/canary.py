@@ -12,7 +12,7 @@ from megamoe.errors import MegaMoEError
 from megamoe.formats import F64
 from megamoe.reference.elementwise import exp
 
-EXP_DIGEST = "f4b667e761747522"
+EXP_DIGEST = "2c9a4efbcc539c20"
 
 
 def digest(tensor: Tensor) -> str:
@@ -47,7 +47,7 @@ def _keeps_denormals(device: torch.device) -> bool:
 
 
 def _multiplies_in_float64(device: torch.device) -> bool:
-    """Integers whose products and sums need all 53 bits, so the answer is exact or visibly wrong."""
+    """Integers whose sums need all 53 bits, so the answer is exact or visibly wrong."""
     a = torch.arange(64, dtype=F64, device=device).view(1, -1) * 2 + (2.0**23 + 1)
     b = torch.full((8, 64), 2.0**23 - 1, dtype=F64, device=device)
     exact = sum((2**23 + 1 + 2 * i) * (2**23 - 1) for i in range(64))

@@ -21,10 +21,10 @@ REPAIR_TERMS = 1 << 21  # terms gathered at once while repairing: bounds its mem
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """RN32 of every exact dot product of a row of ``a`` with a row of ``b``: float32 [M, N].
+    """RN32 of the exact dot product of each row of ``a`` with each row of ``b``: float32 [M, N].
 
-    a: float64 [M, K], b: float64 [N, K]; finite magnitudes zero or within [2**-400, 2**400], so that
-    products neither overflow nor underflow (every number format here is far inside). NaN and
+    a: float64 [M, K], b: float64 [N, K]; finite magnitudes zero or within [2**-400, 2**400], so
+    that products neither overflow nor underflow (every number format here is far inside). NaN and
     infinities follow IEEE in the elements they enter. A zero comes out as +0.
     """
     total, terms = _blocked_product(a, b)
@@ -60,7 +60,7 @@ def _error_bound(a: Tensor, b: Tensor, terms: int) -> Tensor:
     (Cauchy-Schwarz), whatever the order. The last 2 and the factor 1.01 cover the norms' own
     roundings and those of the interval's ends.
     """
-    norms = torch.linalg.vector_norm(a, dim=1)[:, None] * torch.linalg.vector_norm(b, dim=1)
+    norms: Tensor = torch.linalg.vector_norm(a, dim=1)[:, None] * torch.linalg.vector_norm(b, dim=1)
     return norms * ((terms + 4) * UNIT * 1.01)
 
 
@@ -116,13 +116,13 @@ def sum_to_odd(terms: Tensor) -> Tensor:
 
 
 def _exact_parts(terms: Tensor) -> list[Tensor]:
-    """A few float64 [R] whose exact sum is each row's exact sum (Rump, Ogita and Oishi's extraction).
+    """A few float64 [R] that add up to each row's exact sum (extraction of Rump, Ogita and Oishi).
 
     Adding and subtracting a power of two above n times the greatest term cuts every term at one bit
     position; the upper pieces then add without error in any order, the lower ones go round again.
     """
     headroom = (terms.shape[1] + 2).bit_length()
-    parts = []
+    parts: list[Tensor] = []
     while not parts or bool((terms != 0).any()):
         greatest = terms.abs().amax(dim=1, keepdim=True)
         sigma = power_of_two((exponent_of(greatest) + 1 + headroom).clamp(min=-1022))

@@ -15,28 +15,41 @@ from megamoe.formats import F64, power_of_two
 from megamoe.problem import Activation
 
 LOG2_E = 1.4426950408889634
-# ln 2 in two parts: the first has its last 21 bits zero, so n * LN2_HIGH is exact for |n| < 2 ** 20.
+# ln 2 in two parts: the first ends in 21 zero bits, so n * LN2_HIGH is exact for |n| < 2 ** 20.
 LN2_HIGH = 0.6931471803691238
 LN2_LOW = 1.9082149292705877e-10
-# 1 / n!, highest first: the remainder past degree 13 is below 2 ** -57 for |r| <= ln(2) / 2.
-COEFFICIENTS = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
-OVERFLOW = 709.0  # past it exp is taken as infinite, and as zero below its negative
+# 1 / n! for n = 13 ... 2: the remainder past degree 13 is below 2 ** -57 for |r| <= ln(2) / 2.
+EXP_COEFFICIENTS = tuple(1.0 / math.factorial(n) for n in range(13, 1, -1))
+# 1 / (2 n + 1) for n = 16 ... 0: the remainder is below 2 ** -58 of the sum for s <= 1 / 3.
+ATANH_COEFFICIENTS = tuple(1.0 / (2 * n + 1) for n in range(16, -1, -1))
+EXP_LIMIT = 708.0  # beyond it exp is taken as infinite, and as zero below its negative
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Horner's scheme, highest coefficient first, each product and each sum rounded."""
+    value = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * x
+        value = value + coefficient
+    return value
 
 
 def exp(x: Tensor) -> Tensor:
-    """e ** x for float64 x, within about one unit in the last place; infinite past 709, 0 below -709.
+    """e ** x for float64 x, within one unit in the last place; 0 or infinite beyond EXP_LIMIT.
 
-    n = rint(x * LOG2_E); r = (x - n * LN2_HIGH) - n * LN2_LOW; Horner in r; times 2 ** n by bits.
+    n = rint(x * LOG2_E); high = x - n * LN2_HIGH, exact; low = n * LN2_LOW; r = high - low, and
+    what that rounding lost enters late: 1 + (r + (lost + r * (r * polynomial(r)))), times 2 ** n
+    by bits.
     """
-    n = (x.clamp(-OVERFLOW, OVERFLOW).nan_to_num(0.0) * LOG2_E).round()
-    r = (x - n * LN2_HIGH) - n * LN2_LOW
-    value = torch.full_like(r, COEFFICIENTS[0])
-    for coefficient in COEFFICIENTS[1:]:
-        value = value * r
-        value = value + coefficient
-    value = value * power_of_two(n.to(torch.int64).clamp(-1022, 1023))
-    value = torch.where(x > OVERFLOW, math.inf, value)
-    return torch.where(x < -OVERFLOW, 0.0, value)
+    n = (x.clamp(-EXP_LIMIT, EXP_LIMIT).nan_to_num(0.0) * LOG2_E).round()
+    high = x - n * LN2_HIGH
+    low = n * LN2_LOW
+    r = high - low
+    lost = (high - r) - low
+    value = 1.0 + (r + (lost + r * (r * _polynomial(r, EXP_COEFFICIENTS))))
+    value = value * power_of_two(n.to(torch.int64))
+    value = torch.where(x > EXP_LIMIT, math.inf, value)
+    return torch.where(x < -EXP_LIMIT, 0.0, value)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -46,18 +59,10 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def log1p_exp(x: Tensor) -> Tensor:
-    """ln(1 + exp(x)), float64: max(x, 0) + ln1p(exp(-|x|)), the logarithm by Newton steps on exp."""
-    z = exp(-x.abs())  # in (0, 1]
-    # A series start (atanh form), then two Newton steps y -= 1 - (1 + z) / exp(y).
+    """ln(1 + exp(x)), float64: max(x, 0) + 2 atanh(s), with z = exp(-|x|) and s = z / (z + 2)."""
+    z = exp(-x.abs())  # in [0, 1], so s is at most 1 / 3
     s = z / (z + 2.0)
-    s2 = s * s
-    y = 2.0 * s * (1.0 + s2 * (1.0 / 3.0 + s2 * (0.2 + s2 * (1.0 / 7.0))))
-    one_z = z + 1.0
-    for _ in range(2):
-        y = y - (torch.ones_like(y) - one_z / exp(y))
-    # For tiny z, 1 + z loses its bits: there ln1p(z) = z - z * z / 2 is exact to the last place.
-    y = torch.where(z < 2.0**-27, z - z * z * 0.5, y)
-    return x.clamp(min=0.0) + y
+    return x.clamp(min=0.0) + 2.0 * (s * _polynomial(s * s, ATANH_COEFFICIENTS))
 
 
 def clamp(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -84,4 +89,3 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 def canonical_nan(values: Tensor) -> Tensor:
     """BF16 with every NaN written as 0x7FC0, so that a digest does not see its payload."""
     return torch.where(values.isnan(), torch.full_like(values, math.nan), values)
-

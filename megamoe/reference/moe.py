@@ -1,9 +1,9 @@
 """The layer, once, over two arithmetics.
 
 ``EXACT`` computes in float64 throughout: the truth, to a relative 2**-45 of the terms' norm.
-``Emulated(recipe)`` rounds exactly where the recipe says, with correctly rounded dots: what a perfect
-kernel of that recipe gives, bit for bit on any machine. Both read the same function, top to bottom in
-the order of the numeric contract.
+``Emulated(recipe)`` rounds exactly where the recipe says, with correctly rounded dots: what a
+perfect kernel of that recipe gives, bit for bit on any machine. Both read the same function, top to
+bottom in the order of the numeric contract.
 
 Shapes: T tokens, K slots a token, n tokens of one expert, H hidden_size, I intermediate_size.
 """
@@ -42,7 +42,6 @@ from megamoe.problem import (
 from megamoe.reference.canary import check_device
 from megamoe.reference.dot import dot
 from megamoe.reference.elementwise import canonical_nan, clamp, gated, sigmoid
-
 
 CPU_PIECE = 1 << 21  # elements of a matrix held in float64 at once
 CUDA_PIECE = 1 << 27
@@ -144,14 +143,15 @@ def routing(topk: TopK, weights: MoEWeights) -> tuple[Tensor, Tensor]:
 
 
 def scaling(topk: TopK, weights: MoEWeights) -> float:
-    """What the routing weights are multiplied by in ``forward``: the factor, or 1 if inside already."""
+    """What the routing weights are multiplied by: the factor, or 1 where it is inside already."""
     factor = weights.routed_scaling_factor
     if weights.scale_at == "output":
         return 1.0
     if topk.scaled is None and factor != 1.0:
         raise bad_input(
-            "topk.scaled", "None", f"leaves unsaid whether routed_scaling_factor {factor:g} is inside "
-            "the weights", "pass TopK(..., scaled=True) if your router multiplied it in, else False",
+            "topk.scaled", "None",
+            f"leaves unsaid whether routed_scaling_factor {factor:g} is inside the weights",
+            "pass TopK(..., scaled=True) if your router multiplied it in, else False",
         )  # fmt: skip
     return 1.0 if topk.scaled else factor
 
@@ -207,7 +207,7 @@ def term(
     activation: Activation,
     arithmetic: Arithmetic,
 ) -> Tensor:
-    """One expert's output for its tokens, float [n, H]; ``w_n`` None is an unweighted (shared) one."""
+    """One expert's output for its tokens, float [n, H]; a shared expert has no ``w_n``."""
     a, recipe = arithmetic, arithmetic.recipe
     w_n1 = None if w_n is None else w_n[:, None].to(F64)
     x = x_nH
@@ -236,7 +236,7 @@ def term(
 
 
 def _product(operand: Tensor, matrix: Quantised, a: Arithmetic) -> Tensor:
-    """operand [n, columns] times one expert's matrix [1, rows, columns], some rows at a time: [n, rows].
+    """operand [n, columns] times a matrix [1, rows, columns], some rows at a time: [n, rows].
 
     A few megabytes of float64 stay in the processor's caches; a GPU takes far larger pieces.
     """
@@ -272,15 +272,11 @@ def finish(
     """
     total = combine(terms_TKH, ids_TK, w_TK, arithmetic, owner_TK)
     if weights.scale_at == "output":
-        total = _scaled(total, weights.routed_scaling_factor, arithmetic)
+        total = total * weights.routed_scaling_factor  # in the sum's precision, as routing weights
     total = arithmetic.round(total, BF16)
     if weights.shared is not None:
         total = arithmetic.round(total + shared_term(x_TH, weights.shared, arithmetic), BF16)
     return canonical_nan(rnbf16(total)) if total.dtype == torch.float32 else total
-
-
-def _scaled(values: Tensor, factor: float, arithmetic: Arithmetic) -> Tensor:
-    return arithmetic.narrow(values.to(F64) * factor)
 
 
 def shared_term(x_TH: Tensor, shared: SharedExpert, arithmetic: Arithmetic) -> Tensor:
@@ -314,7 +310,8 @@ def combine(
             owner = owner_TK[rows, slot]
             if previous is not None:
                 turned = (owner != previous)[:, None]
-                total = torch.where(turned, total + arithmetic.round(partial, recipe.partial), total)
+                summed = total + arithmetic.round(partial, recipe.partial)
+                total = torch.where(turned, summed, total)
                 partial = torch.where(turned, 0.0, partial)
             partial = torch.where(live, partial + value, partial)
             previous = owner
