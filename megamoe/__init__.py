@@ -5,7 +5,7 @@ topk = megamoe.route(weights.router.logits(x), weights.router)
 y = megamoe.forward(x, topk, weights)
 """
 
-from megamoe.api import forward, prepare, route
+from megamoe.api import forward, load, prepare, route
 from megamoe.dispatch.select import Decision, select
 from megamoe.dispatch.session import PreparedWeights
 from megamoe.errors import BadInput, MegaMoEError, Mismatch, RankFailure, Unsupported
@@ -45,6 +45,7 @@ __all__ = [
     "TopK",
     "Unsupported",
     "forward",
+    "load",
     "prepare",
     "route",
     "select",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe import settings
+from megamoe.checkpoint import load
 from megamoe.dispatch.machine import probe
 from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
@@ -122,4 +123,4 @@ def _prepared(
     return layer
 
 
-__all__ = ["forward", "prepare", "route"]
+__all__ = ["forward", "load", "prepare", "route"]

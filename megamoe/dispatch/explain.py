@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megamoe.dispatch.select import KERNELS, refusals
-from megamoe.kernels.base import Datasheet, Kernel, machine_objections
+from megamoe.kernels.base import Datasheet, Kernel
 from megamoe.problem import Machine, Request
 
 
@@ -47,15 +47,6 @@ def describe(request: Request) -> str:
     if request.shared:
         parts.append("shared expert")
     return ", ".join(parts)
-
-
-def lacks(machine: Machine, kernels: Sequence[type[Kernel]] = KERNELS) -> str:
-    """What each kernel lacks on this machine, whatever the layer."""
-    lines = []
-    for kernel in kernels:
-        reasons = machine_objections(kernel.sheet, machine)
-        lines.append(f"  {kernel.sheet.name}: {'; '.join(reasons) or 'ready'}")
-    return "\n".join(lines)
 
 
 COLUMNS = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +91,18 @@ def probe(device: torch.device | str, *, ranks_per_gpu: int = 1) -> Machine:
             for other in range(count)
             if other != index
         ),
+        driver=_driver(),
         cuda=torch.version.cuda,
         torch=torch.__version__,
         **versions,
     )
+
+
+def _driver() -> str | None:
+    """The NVIDIA kernel module's version, as Linux shows it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", text)
+    return found[1] if found else None

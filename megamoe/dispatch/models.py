@@ -35,7 +35,7 @@ GPT_OSS = Activation(limit=7.0, alpha=GPT_OSS_ALPHA, up_offset=1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One layer's geometry; ``formats`` are those its checkpoints are published in, first the usual."""
+    """One layer's geometry; ``formats``: those its checkpoints come in, the usual one first."""
 
     hidden_size: int
     intermediate_size: int
