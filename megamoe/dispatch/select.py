@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from megamoe.errors import Unsupported, bad_input
 from megamoe.kernels.base import Kernel
 from megamoe.kernels.reference import Reference
+from megamoe.kernels.sm90_pull_bf16 import Sm90PullBf16
 from megamoe.problem import Machine, Recipe, Request
 
 # Preference is this order.
-KERNELS: tuple[type[Kernel], ...] = (Reference,)
+KERNELS: tuple[type[Kernel], ...] = (Sm90PullBf16, Reference)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
