@@ -1,129 +1,160 @@
-"""This rank's experts, read slice by slice into the stacked tensors of an ExpertWeights."""
+"""The experts of a layer: their tensors found and checked by name, then this rank's share read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.detect import Matrix, detect, scale_grid
-from megamoe.checkpoint.files import Files
-from megamoe.checkpoint.layer import Layer
+from megamoe.checkpoint.detect import detect
+from megamoe.checkpoint.fused import check_fused_names, fused_bias, fused_matrices, is_fused
+from megamoe.checkpoint.layer import Layer, expert_width
+from megamoe.checkpoint.matrix import Matrix
 from megamoe.checkpoint.refuse import refuse
-from megamoe.checkpoint.scales import check_scales
-from megamoe.formats import Format, Quantised
+from megamoe.checkpoint.stack import check_one_format, stack
+from megamoe.checkpoint.storage import SUFFIXES
+from megamoe.formats import Format
 from megamoe.problem import ExpertWeights
 
+Parts = Mapping[int, tuple[Matrix, ...]]
 
-def codes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A stored tensor as the codes of a format: the same bytes under the format's dtype.
 
-    Only a per-tensor scale in BF16 becomes float32, which is exact.
-    """
-    if tensor.dtype == dtype:
-        return tensor
-    if dtype == torch.uint8:
-        return tensor.contiguous().view(torch.uint8)
-    assert (tensor.dtype, dtype) == (torch.bfloat16, torch.float32), (tensor.dtype, dtype)
-    return tensor.to(torch.float32)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Legs:
+    """What makes w13 and w2 of some experts: by expert, matrices that stand below each other."""
+
+    w13: Parts
+    w2: Parts
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        return next(iter(self.w13.values()))[0].format, next(iter(self.w2.values()))[0].format
+
+
+def find_experts(layer: Layer, ids: Iterable[int], hidden: int) -> Legs:
+    """The matrices of these experts, from headers alone; every expert's names are checked."""
+    num_experts, intermediate = layer.num_experts, expert_width(layer.config)
+    if is_fused(layer):
+        check_fused_names(layer)
+        gate_up, down = fused_matrices(layer, num_experts, hidden, intermediate)
+        return Legs(
+            w13={e: (replace(gate_up, index=e),) for e in ids},
+            w2={e: (replace(down, index=e),) for e in ids},
+        )
+    check_expert_names(layer, num_experts)
+    names = layer.family.projections
+    w13: dict[int, tuple[Matrix, ...]] = {}
+    w2: dict[int, tuple[Matrix, ...]] = {}
+    for e in ids:
+        gate, up, down = (
+            detect(layer.files, layer.config, f"{layer.experts}{e}.{name}")
+            for name in (names.gate, names.up, names.down)
+        )
+        for matrix in (gate, up):
+            check_shape(matrix, intermediate, hidden)
+        check_shape(down, hidden, intermediate)
+        w13[e], w2[e] = (gate, up), (down,)
+    for parts in (w13, w2):
+        check_one_format([matrix for expert in parts.values() for matrix in expert])
+    return Legs(w13=w13, w2=w2)
 
 
 def load_experts(
     layer: Layer,
+    legs: Legs,
     slots: Sequence[int],
-    hidden: int,
-    intermediate: int,
     device: torch.device,
+    target: Format | None = None,
 ) -> ExpertWeights:
-    """One expert per slot, in order; a slot of -1 is all zeros."""
-    kinds = layer.family.projections
-    # A rank without experts still needs to know their format.
-    ids = sorted({e for e in slots if e >= 0}) or [0]
-    found = {
-        (e, p): detect(layer.files, layer.config, f"{layer.experts}{e}.{p}")
-        for e in ids
-        for p in (kinds.gate, kinds.up, kinds.down)
-    }
-    for (_, projection), matrix in found.items():
-        shape = (hidden, intermediate) if projection == kinds.down else (intermediate, hidden)
-        check_shape(matrix, shape)
-    w13 = {e: (found[e, kinds.gate], found[e, kinds.up]) for e in ids}
-    w2 = {e: (found[e, kinds.down],) for e in ids}
+    """One expert per slot, in order; a slot of -1 is all zeros. ``legs`` has every id in slots."""
+    w13 = stack(layer.files, legs.w13, slots, device, target)
+    w2 = stack(layer.files, legs.w2, slots, device, target)
+    fused = layer.family.fused
     return ExpertWeights(
-        w13=stack(layer.files, w13, slots, device), w2=stack(layer.files, w2, slots, device)
+        w13=w13,
+        w2=w2,
+        b13=_bias(layer, fused.gate_up, slots, w13.shape[1], device),
+        b2=_bias(layer, fused.down, slots, w2.shape[1], device),
     )
 
 
-def check_shape(matrix: Matrix, shape: tuple[int, int]) -> None:
-    if (matrix.rows, matrix.columns) != shape:
-        raise refuse(
-            matrix.data.file, matrix.data.name, f"{matrix.data} ({matrix.format})",
-            f"{list(shape)} values, as config.json says", "take both from the same repository",
-        )  # fmt: skip
-
-
-def check_one_format(matrices: Sequence[Matrix]) -> Format:
-    """The format of all; refuses the first that differs, by name."""
-    first = matrices[0]
-    for matrix in matrices[1:]:
-        if matrix.format != first.format:
-            raise refuse(
-                matrix.data.file, matrix.stem, f"in {matrix.format}",
-                f"{first.format}, as {first.stem} is",
-                "export the layer in one format: megamoe does not round weights on loading",
-            )  # fmt: skip
-    return first.format
-
-
-def stack(
-    files: Files,
-    parts: Mapping[int, tuple[Matrix, ...]],
+def _bias(
+    layer: Layer,
+    leg: str,
     slots: Sequence[int],
+    width: int,
     device: torch.device,
-) -> Quantised:
-    """Matrices below each other within an expert, experts along the first dimension.
-
-    Every part keeps its own scales: they are the row groups of the result. Each tensor is read once
-    and copied straight to its place.
-    """
-    every = [m for expert in parts.values() for m in expert]
-    fmt = check_one_format(every)
-    groups, rows, columns = len(next(iter(parts.values()))), every[0].rows, every[0].columns
-    count, packed = len(slots), fmt.element.packed
-    data = torch.zeros(
-        count, groups * rows, columns // packed, dtype=fmt.element.dtype, device=device
-    )
-    scale = factor = None
-    tiles, across = scale_grid(fmt, rows, columns)
-    if fmt.scale is not None:
-        scale = torch.zeros(count, groups * tiles, across, dtype=fmt.scale.dtype, device=device)
-    if fmt.global_scale != "none":
-        factor = torch.ones(count, groups, dtype=torch.float32, device=device)
-    first: dict[int, int] = {}
+) -> Tensor | None:
+    """[slots, width] in the stored dtype, rows ordered as the weights' are; None without biases."""
+    fused = layer.family.fused
+    if not fused.bias:
+        return None
+    entry = fused_bias(layer, leg, layer.num_experts, width)
+    ids = sorted({e for e in slots if e >= 0})
+    read = {e: layer.files.read(entry, e) for e in ids}
+    like = next(iter(read.values()), torch.empty(0, dtype=torch.bfloat16))
+    held = torch.zeros(len(slots), width, dtype=like.dtype, device=device)
     for slot, expert in enumerate(slots):
         if expert < 0:
             continue
-        if expert in first:
-            for tensor in (data, scale, factor):
-                if tensor is not None:
-                    tensor[slot] = tensor[first[expert]]
-            continue
-        first[expert] = slot
-        for group, matrix in enumerate(parts[expert]):
-            data[slot, group * rows : (group + 1) * rows] = codes(
-                files.read(matrix.data), data.dtype
-            )
-            if scale is None or matrix.scale is None:
-                continue
-            own = codes(files.read(matrix.scale), scale.dtype).reshape(tiles, across)
-            one = None
-            if factor is not None and matrix.global_scale is not None:
-                one = files.read(matrix.global_scale).reshape(())
-                factor[slot, group] = one
-            check_scales(matrix, own, one)
-            scale[slot, group * tiles : (group + 1) * tiles] = own
-    plain = fmt.scale is None
-    return Quantised(
-        format=fmt, data=data, scale=scale, global_scale=factor, row_groups=1 if plain else groups
-    )
+        row = read[expert]
+        if not bool(row.isfinite().all()):
+            raise refuse(
+                entry.file, entry.name, f"NaN or infinite in expert {expert}", "finite",
+                "download the shard again",
+            )  # fmt: skip
+        if fused.interleaved and leg == fused.gate_up:
+            row = torch.cat((row[0::2], row[1::2]))
+        held[slot] = row
+    return held
+
+
+def check_shape(matrix: Matrix, rows: int, columns: int) -> None:
+    if (matrix.rows, matrix.columns) != (rows, columns):
+        raise refuse(
+            matrix.data.file, matrix.data.name,
+            f"{matrix.data}, which is {matrix.format} [{matrix.rows}, {matrix.columns}]",
+            f"[{rows}, {columns}], as config.json says", "take both from the same repository",
+        )  # fmt: skip
+
+
+def check_expert_names(layer: Layer, num_experts: int) -> None:
+    """Refuse missing, misnamed and extra tensors among the experts, by name; nothing is opened."""
+    files, root, names = layer.files, layer.experts, layer.family.projections
+    found: dict[tuple[int, str], set[str]] = {}
+    for name in files.under(root):
+        expert, _, rest = name[len(root) :].partition(".")
+        projection, _, suffix = rest.partition(".")
+        if not (expert.isdecimal() and projection in names and suffix in SUFFIXES):
+            raise refuse(
+                files.file_of(name), name, "an extra tensor",
+                f"{root}N.{{{','.join(names)}}}.<weight or a scale>",
+                "no part of an expert (a bias, a zero point) may be dropped: export without it",
+            )  # fmt: skip
+        if int(expert) >= num_experts:
+            raise refuse(
+                files.file_of(name), name, "an extra tensor",
+                f"experts 0 to {num_experts - 1}, as config.json says",
+                "take config.json and shards of the same model",
+            )  # fmt: skip
+        found.setdefault((int(expert), projection), set()).add(suffix)
+    for expert_id in range(num_experts):
+        for projection in names:
+            # w2 may be stored in another way than gate and up, but in one way in every expert.
+            like = found.get((0, projection if projection == names.down else names.gate), set())
+            have = found.get((expert_id, projection), set())
+            stem = f"{root}{expert_id}.{projection}"
+            for suffix in sorted((like or {"weight"}) - have):
+                raise refuse(
+                    files.file_of(f"{stem}.{min(have)}") if have else files.root,
+                    f"{stem}.{suffix}", "missing", f"it, with {' and '.join(sorted(like))}",
+                    "complete the download; the experts of a layer must share one format",
+                )  # fmt: skip
+            for suffix in sorted(have - like):
+                raise refuse(
+                    files.file_of(f"{stem}.{suffix}"), f"{stem}.{suffix}", "an extra tensor",
+                    f"{' and '.join(sorted(like))} only, as in expert 0",
+                    "the experts of a layer must share one format: export it in one",
+                )  # fmt: skip

@@ -6,8 +6,8 @@ Sources: the models' own configs and inference code, and the modeling files of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from megamoe.checkpoint.config import Key
 from megamoe.problem import GPT_OSS_ALPHA, Scoring, WeightAt
@@ -28,8 +28,7 @@ PREFIXES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Projections:
+class Projections(NamedTuple):
     """The names of one FFN's matrices."""
 
     gate: str
@@ -61,8 +60,9 @@ class Family:
     """One row. Tensor names are relative to ``block``, which is relative to the layer's prefix.
 
     mtp: the prefix of multi-token-prediction stages that do not continue the layers' numbers.
+    mtp_experts, mtp_top_k: what a stage may have of its own; 0 is the layers'.
     stated: keys of config.json that must have one of these values wherever they are present:
-    another value is another function. shared_limit: whether the shared expert is clamped too.
+    another value is another function.
     """
 
     name: str
@@ -73,6 +73,8 @@ class Family:
     experts: Key = EXPERTS
     top_k: Key = TOP_K
     mtp: str | None = None
+    mtp_experts: Key | None = None
+    mtp_top_k: Key | None = None
     # router
     router: str = "gate.weight"
     router_bias: str | None = None
@@ -96,8 +98,7 @@ class Family:
     shared_projections: Projections = HF
     shared_count: Key = SHARED_COUNT
     shared_width: Key | None = None
-    shared_limit: bool = True
-    stated: tuple[tuple[str, tuple[object, ...]], ...] = field(default=())
+    stated: tuple[tuple[str, tuple[object, ...]], ...] = ()
 
 
 DEEPSEEK_V3 = Family(
@@ -118,18 +119,24 @@ DEEPSEEK_V4 = Family(
     block="ffn",
     projections=W123,
     mtp="mtp.{stage}.",
+    mtp_experts=Key(("dspark_n_routed_experts",), default=0),
+    mtp_top_k=Key(("dspark_num_experts_per_tok",), default=0),
     correction_bias="gate.bias",
     table="gate.tid2eid",
     scoring="sqrtsoftplus",
-    renormalise=RENORMALISE,
     epsilon=1e-20,
     routed_scaling_factor=SCALING,
     weight_at="fc2_input",
     limit=LIMIT,
     shared="shared_experts",
     shared_projections=W123,
-    stated=(("scoring_func", ("sqrtsoftplus",)), ("topk_method", ("noaux_tc",))),
+    stated=(
+        ("scoring_func", ("sqrtsoftplus",)),
+        ("topk_method", ("noaux_tc",)),
+        ("norm_topk_prob", (True,)),
+    ),
 )
+SIGMOID_WITH_BIAS = (("scoring_func", ("sigmoid",)), ("use_routing_bias", (True,)))
 MIXTRAL = Family(
     name="mixtral", model_types=("mixtral",), block="block_sparse_moe", projections=W123
 )
@@ -148,6 +155,7 @@ FAMILIES = (
         DEEPSEEK_V3,
         name="mimo_v2",
         model_types=("mimo_v2", "mimo_v2_flash"),
+        mtp="mtp.layers.{stage}.",
         routed_scaling_factor=Key(("routed_scaling_factor",), default=1.0),
         shared_count=replace(SHARED_COUNT, default=0),
     ),
@@ -161,7 +169,7 @@ FAMILIES = (
         model_types=("minimax_m2",),
         correction_bias="e_score_correction_bias",
         scoring="sigmoid",
-        stated=(("scoring_func", ("sigmoid",)), ("use_routing_bias", (True,))),
+        stated=SIGMOID_WITH_BIAS,
     ),
     replace(
         MIXTRAL,
@@ -178,7 +186,7 @@ FAMILIES = (
         shared="shared_experts",
         shared_count=replace(SHARED_COUNT, default=1),
         shared_width=Key(("shared_intermediate_size",)),
-        stated=(("scoring_func", ("sigmoid",)), ("use_routing_bias", (True,))),
+        stated=SIGMOID_WITH_BIAS,
     ),
     Family(
         name="gpt_oss",

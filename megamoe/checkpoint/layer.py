@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from megamoe.checkpoint.config import Config, Key
-from megamoe.checkpoint.detect import SUFFIXES
 from megamoe.checkpoint.families import FAMILIES, PREFIXES, Family
 from megamoe.checkpoint.files import Files
 from megamoe.checkpoint.refuse import refuse
@@ -23,10 +22,30 @@ class Layer:
     family: Family
     name: str
     block: str
+    stage: int | None = None  # of multi-token prediction
 
     @property
     def experts(self) -> str:
         return self.block + "experts."
+
+    @property
+    def num_experts(self) -> int:
+        return self._count(self.family.experts, self.family.mtp_experts)
+
+    @property
+    def top_k(self) -> int:
+        top_k = self._count(self.family.top_k, self.family.mtp_top_k)
+        if not 1 <= top_k <= self.num_experts:
+            raise refuse(
+                self.config.file, " or ".join(self.family.top_k.names), top_k,
+                f"in [1, {self.num_experts}], the number of experts", "correct the config",
+            )  # fmt: skip
+        return top_k
+
+    def _count(self, key: Key, own: Key | None) -> int:
+        """A stage's own count, where it has one, else the layers'."""
+        count = 0 if own is None or self.stage is None else self.config.integer(own)
+        return count or self.config.integer(key)
 
 
 def family_of(config: Config) -> Family:
@@ -42,24 +61,26 @@ def family_of(config: Config) -> Family:
     )  # fmt: skip
 
 
-def prefixes(family: Family, config: Config, layer: int | str) -> tuple[str, ...]:
-    """Where the layer's tensors may begin. "mtp.0" is the first multi-token-prediction stage."""
+def _stage_of(config: Config, layer: int | str) -> int | None:
+    """Which prediction stage it is ("mtp.0", or a number past the last layer), or None."""
     layers = config.integer(LAYERS)
-    stage = None
     if isinstance(layer, str):
         matched = re.fullmatch(r"mtp\.(\d+)", layer)
         if not matched:
-            raise refuse(
-                config.file, "layer", repr(layer), "a number, or mtp.N", "name the layer so"
-            )
-        stage = int(matched[1])
-    elif layer >= layers:
-        stage = layer - layers
-    elif layer < 0:
+            raise refuse(config.file, "layer", repr(layer), "a number, or mtp.N", "name it so")
+        return int(matched[1])
+    if layer < 0:
         raise refuse(config.file, "layer", layer, f"in [0, {layers}), or mtp.N", "count from 0")
+    return layer - layers if layer >= layers else None
+
+
+def prefixes(family: Family, config: Config, layer: int | str) -> tuple[str, ...]:
+    """Where the layer's tensors may begin."""
+    stage = _stage_of(config, layer)
     if stage is not None and family.mtp is not None:
-        return (family.mtp.format(stage=stage), "model." + family.mtp.format(stage=stage))
-    number = layer if stage is None else layers + stage
+        own = family.mtp.format(stage=stage)
+        return own, "model." + own
+    number = layer if stage is None else config.integer(LAYERS) + stage
     return tuple(prefix.format(layer=number) for prefix in PREFIXES)
 
 
@@ -67,7 +88,6 @@ def find_layer(files: Files, config: Config, layer: int | str) -> Layer:
     """The layer's MoE block; refuses a dense layer, an absent one and one that stands twice."""
     family = family_of(config)
     tried = prefixes(family, config, layer)
-    # transformers writes the table's own name for a block, so that is the other place to look.
     blocks = [p + family.block + "." for p in tried]
     found = [b for b in blocks if files.under(b + "experts.")]
     if len(found) > 1:
@@ -78,12 +98,12 @@ def find_layer(files: Files, config: Config, layer: int | str) -> Layer:
     says = _config_says_moe(config, layer)
     if not found:
         here = [p for p in tried if files.under(p)]
-        dense = here and says is not True
         raise refuse(
             files.root, f"layer {layer}",
             f"without experts under {here[0]}{family.block}." if here else "absent",
             f"{family.block}.experts.* tensors of {family.name}",
-            "it is a dense layer: choose an MoE layer (megamoe inspect lists them)" if dense
+            "it is dense: choose one of the MoE layers that megamoe inspect lists"
+            if here and says is not True
             else "choose a layer that megamoe inspect lists, or complete the download",
         )  # fmt: skip
     if says is False:
@@ -91,7 +111,23 @@ def find_layer(files: Files, config: Config, layer: int | str) -> Layer:
             config.file, f"layer {layer}", f"dense, but {found[0]}experts.* is there",
             "config and tensors to agree", "take both from the same repository",
         )  # fmt: skip
-    return Layer(files=files, config=config, family=family, name=str(layer), block=found[0])
+    return Layer(
+        files=files, config=config, family=family, name=str(layer), block=found[0],
+        stage=_stage_of(config, layer),
+    )  # fmt: skip
+
+
+def has_tensors(files: Files, config: Config, layer: int | str) -> bool:
+    return any(files.under(p) for p in prefixes(family_of(config), config, layer))
+
+
+def is_dense(files: Files, config: Config, layer: int | str) -> bool:
+    """Whether a layer is there without experts, and config.json does not claim any."""
+    family = family_of(config)
+    tried = prefixes(family, config, layer)
+    experts = any(files.under(f"{p}{family.block}.experts.") for p in tried)
+    claimed = _config_says_moe(config, layer)
+    return not experts and claimed is not True and has_tensors(files, config, layer)
 
 
 def _config_says_moe(config: Config, layer: int | str) -> bool | None:
@@ -111,44 +147,23 @@ def _config_says_moe(config: Config, layer: int | str) -> bool | None:
     return None
 
 
-def check_expert_names(layer: Layer, num_experts: int) -> None:
-    """Refuse missing, misnamed and extra tensors among the experts, by name; nothing is opened."""
-    files, root = layer.files, layer.experts
-    kinds = layer.family.projections
-    known = {kinds.gate, kinds.up, kinds.down}
-    suffixes: dict[tuple[int, str], set[str]] = {}
-    for name in files.under(root):
-        expert, _, rest = name[len(root) :].partition(".")
-        projection, _, suffix = rest.partition(".")
-        if not (expert.isdecimal() and projection in known and suffix in SUFFIXES):
-            raise refuse(
-                files.file_of(name), name, "an extra tensor",
-                f"{root}N.{{{kinds.gate},{kinds.up},{kinds.down}}}.<weight or a scale>",
-                "no part of an expert (a bias, a zero point) may be dropped: export without it",
-            )  # fmt: skip
-        if int(expert) >= num_experts:
-            raise refuse(
-                files.file_of(name), name, "an extra tensor",
-                f"experts 0 to {num_experts - 1}, as config.json says",
-                "take config.json and shards of the same model",
-            )  # fmt: skip
-        suffixes.setdefault((int(expert), projection), set()).add(suffix)
-    first = suffixes.get((0, kinds.gate), set())
-    for expert_id in range(num_experts):
-        for projection in (kinds.gate, kinds.up, kinds.down):
-            have = suffixes.get((expert_id, projection), set())
-            # w2 may be stored in another format than gate and up, but in the same one everywhere.
-            like = suffixes.get((0, projection), first) if projection == kinds.down else first
-            stem = f"{root}{expert_id}.{projection}"
-            for suffix in sorted(like - have):
-                raise refuse(
-                    files.file_of(f"{stem}.{sorted(have)[0]}" if have else ""),
-                    f"{stem}.{suffix}", "missing", f"beside the same tensor of expert 0 in {root}",
-                    "complete the download; experts of one layer must share one format",
-                )  # fmt: skip
-            for suffix in sorted(have - like):
-                raise refuse(
-                    files.file_of(f"{stem}.{suffix}"), f"{stem}.{suffix}", "an extra tensor",
-                    f"only {', '.join(sorted(like))}, as for expert 0",
-                    "experts of one layer must share one format: export the layer in one",
-                )  # fmt: skip
+def expert_width(config: Config) -> int:
+    """I: intermediate_size is the experts' only where moe_intermediate_size is absent."""
+    key = Key(("moe_intermediate_size",))
+    return config.integer(key if config.find(key.names) else Key(("intermediate_size",)))
+
+
+def check_block_names(layer: Layer) -> None:
+    """Refuse tensors of the block that no part of the layer reads: they would change its output."""
+    family = layer.family
+    known = {family.router, family.router_bias, family.correction_bias, family.table}
+    shared = None if family.shared is None else family.shared + "."
+    for name in layer.files.under(layer.block):
+        rest = name[len(layer.block) :]
+        if rest in known or rest.startswith("experts.") or (shared and rest.startswith(shared)):
+            continue
+        raise refuse(
+            layer.files.file_of(name), name, "an extra tensor",
+            f"only what a {family.name} layer has: experts, shared experts and a router",
+            "check model_type: another family may have a part that is not computed here",
+        )  # fmt: skip
