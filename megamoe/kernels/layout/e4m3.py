@@ -9,6 +9,10 @@ import torch
 
 E4M3_MAX: Final = 448.0
 
+# The middle between 448 and the next number there would be, were its code not NaN.
+_OVERFLOW: Final = 464.0
+_NAN: Final = 0x7F
+
 FP4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """E2M1 by its three magnitude bits."""
 
@@ -23,8 +27,8 @@ def values() -> torch.Tensor:
 def nearest(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest E4M3 to an fp64 tensor, ties to even, saturating at 448; NaN stays NaN.
 
-    Not a cast: fp64 to FP8 in one step rounds twice (through fp32), and the cast of a large value
-    gives NaN.
+    Not a cast: from fp64 it would round twice (through fp32), and what becomes of a large value
+    differs between versions of PyTorch.
     """
     magnitude = x.abs().clamp(max=E4M3_MAX)
     # The exponent of the quantum: three bits below the leading one, and 2**-9 among the subnormals.
@@ -47,7 +51,9 @@ def fp4_products(shift: int) -> torch.Tensor:
     scales = values()[:127].to(torch.float32)
     magnitudes = torch.tensor(FP4_MAGNITUDES, dtype=torch.float32)
     products = scales[:, None] * magnitudes * 2.0**shift  # exact: at most 6 significant bits
-    return products.to(torch.float8_e4m3fn).view(torch.uint8)
+    # Written out, since the cast saturates in some versions of PyTorch and gives NaN in others.
+    codes = products.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(products > _OVERFLOW, _NAN, codes)
 
 
 @functools.cache

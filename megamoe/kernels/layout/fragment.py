@@ -94,10 +94,9 @@ def _words(payload: torch.Tensor) -> torch.Tensor:
 
 def view_as(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """View bytes as wider integers; copied only where strides or the offset forbid the view."""
-    if payload.numel() == 0:
-        shape = (*payload.shape[:-1], payload.shape[-1] // dtype.itemsize)
-        return torch.empty(shape, dtype=dtype, device=payload.device)
-    payload = payload.contiguous()
-    if payload.storage_offset() % dtype.itemsize:
-        payload = payload.clone()
-    return payload.view(dtype)
+    shape = (*payload.shape[:-1], payload.shape[-1] // dtype.itemsize)
+    # Flat first: a contiguous tensor may have any stride where its extent is 1 or 0.
+    flat = payload.reshape(-1)
+    if flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)

@@ -7,8 +7,8 @@ window's floor and their codes divided accordingly, nearest, ties away from zero
 FlashInfer 0.7.4, fused_moe/prepare.py, preprocess_moe_weights_for_sm90_mixed_gemm_humming.
 
 One difference: FlashInfer's table of divided codes is wrong for blocks raised by 128 binades or
-more (its power of two wraps around: a block of zeros raised by 128 becomes a block of 6.0); ours
-holds zeros there.
+more (its power of two wraps around: zeros raised by 128 become codes of magnitude 6); ours holds
+zeros there.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def neutral_zero_blocks(payload: torch.Tensor, scales: torch.Tensor) -> torch.Te
     _check(payload, scales)
     if payload.numel() == 0:
         return scales
-    codes = payload.view(*scales.shape, _BYTES) & 0x77
-    zero = ~codes.any(-1)
+    magnitudes = payload.reshape(*scales.shape, _BYTES) & 0x77
+    zero = (magnitudes == 0).all(-1)
     largest = scales.masked_fill(zero, 0).flatten(1).amax(1)
     return torch.where(zero, largest.view(-1, 1, 1), scales)
 

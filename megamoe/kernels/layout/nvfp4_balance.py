@@ -66,7 +66,7 @@ def balance_nvfp4(
     out_global = torch.empty(experts, dtype=torch.float32, device=payload.device)
     counts = torch.zeros(scales.shape, dtype=torch.int64, device=payload.device)
     worst = 0.0
-    halves = global_scale.reshape(experts, -1)
+    halves = global_scale[:, None] if global_scale.ndim == 1 else global_scale
     for expert in range(experts):
         shared, wanted = _share(scales[expert], halves[expert], top, expert)
         out_global[expert] = shared
@@ -119,11 +119,15 @@ def _share(
     scales: torch.Tensor, halves: torch.Tensor, top: float, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one expert's shared global scale (fp32) and the block scales it asks for (fp64)."""
-    rows = scales.shape[0] // halves.shape[0]
-    true = values().to(scales.device)[scales.long()]
+    # One plane for gate and one for up, or one for both.
+    parts = halves.shape[0]
+    true = (
+        values()
+        .to(scales.device)[scales.long()]
+        .view(parts, scales.shape[0] // parts, scales.shape[1])
+    )
     wide = halves.to(torch.float64)
-    largest = true.view(halves.shape[0], -1)
-    largest = largest.amax(1) if largest.shape[1] else torch.zeros_like(wide)
+    largest = true.flatten(1).amax(1) if true.numel() else torch.zeros_like(wide)
     leader = int((largest * wide).argmax())
     shared = wide[leader]
     peak = float((largest * (wide / shared)).max())
@@ -142,8 +146,8 @@ def _share(
             "requantise the checkpoint",
         )
     # Multiplied before divided, so that a power-of-two ratio stays exact.
-    wanted = true.view(halves.shape[0], rows, -1) * wide.view(-1, 1, 1) / scaled
-    return fp32, wanted.view(true.shape)
+    wanted = true * wide.view(parts, 1, 1) / scaled
+    return fp32, wanted.view(scales.shape)
 
 
 def _recode(

@@ -157,10 +157,8 @@ def from_cake_vectors(vectors: torch.Tensor, experts: int, rows: int) -> torch.T
     tiles = vectors.view(torch.int32).reshape(experts, k128, rows // 128, 8, _VECTOR_WORDS)
     # The order is its own inverse: an exclusive or.
     words = torch.gather(tiles, -1, _cake_order(vectors.device).expand(tiles.shape))
-    words = words.transpose(-1, -2).reshape(experts, k128, rows).permute(0, 2, 1).contiguous()
-    if not words.numel():
-        return torch.empty((experts, rows, k128 * 4), dtype=torch.uint8, device=vectors.device)
-    return words.view(torch.uint8)
+    words = words.transpose(-1, -2).reshape(experts, k128, rows).transpose(1, 2)
+    return words.reshape(-1).view(torch.uint8).view(experts, rows, k128 * 4)
 
 
 def _viewed(experts: CanonicalExperts, data: torch.dtype, scale: torch.dtype) -> CanonicalExperts:

@@ -168,8 +168,9 @@ def _nvfp4_rows(payload: torch.Tensor, scales: torch.Tensor, *, gate_up: bool) -
         codes, bytes_ = payload[part], scales[part]
         if gate_up:
             codes, bytes_ = (interleave_gate_up(x, PULL_ROWS) for x in (codes, bytes_))
-        out[part, ..., :64] = braid_signs(codes).view(-1, rows, blocks, 64)
-        out[part, ..., 64:72] = bytes_.reshape(-1, rows, blocks, 8)
+        count = codes.shape[0]
+        out[part, ..., :64] = braid_signs(codes).view(count, rows, blocks, 64)
+        out[part, ..., 64:72] = bytes_.reshape(count, rows, blocks, 8)
     return out.flatten(-2)
 
 
@@ -193,13 +194,13 @@ def _mxfp4_tiles(
         codes, bytes_ = payload[part], scales[part]
         if gate_up:
             codes, bytes_ = (interleave_gate_up(x, PULL_ROWS) for x in (codes, bytes_))
-        folded = fold_window(codes, bytes_)
+        folded, count = fold_window(codes, bytes_), codes.shape[0]
         # 16-byte chunk c of row r at (c * 128 + r) * 16, then 4 scales a row.
-        rows16 = braid_signs(folded.payload).reshape(-1, n128, _TILE, k128, 4, 16)
-        tiles = rows16.permute(0, 1, 3, 4, 2, 5).reshape(-1, n128 * k128, _TILE * 64)
-        rows4 = (folded.offset + (_MXFP4_FLOOR - 1)).reshape(-1, n128, _TILE, k128, 4)
+        rows16 = braid_signs(folded.payload).reshape(count, n128, _TILE, k128, 4, 16)
+        tiles = rows16.permute(0, 1, 3, 4, 2, 5).reshape(count, n128 * k128, _TILE * 64)
+        rows4 = (folded.offset + (_MXFP4_FLOOR - 1)).reshape(count, n128, _TILE, k128, 4)
         out[part, :, : _TILE * 64] = tiles
-        out[part, :, _TILE * 64 :] = rows4.transpose(2, 3).reshape(-1, n128 * k128, _TILE * 4)
+        out[part, :, _TILE * 64 :] = rows4.transpose(2, 3).reshape(count, n128 * k128, _TILE * 4)
         factor[part] = decode_factor(folded.floor_byte)
     return out, factor
 
