@@ -33,7 +33,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     out = torch.where(low == high, low, rn32(total))
     undecided = ((low != high) & total.isfinite()).nonzero()
     step = max(1, REPAIR_TERMS // max(1, a.shape[1]))
-    for chunk in undecided.split(step):
+    for chunk in undecided.split(step) if len(undecided) else ():
         row, column = chunk.unbind(1)
         out[row, column] = _exact_dot(a[row], b[column])
     return out + 0.0  # -0 + 0 is +0
@@ -123,7 +123,7 @@ def _exact_parts(terms: Tensor) -> list[Tensor]:
     """
     headroom = (terms.shape[1] + 2).bit_length()
     parts: list[Tensor] = []
-    while not parts or bool((terms != 0).any()):
+    while not parts or bool((terms.abs() > 0).any()):  # false for NaN: out of range, but it ends
         greatest = terms.abs().amax(dim=1, keepdim=True)
         sigma = power_of_two((exponent_of(greatest) + 1 + headroom).clamp(min=-1022))
         upper = (sigma + terms) - sigma
