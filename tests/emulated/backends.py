@@ -1,0 +1,396 @@
+"""One class per SM90 backend of `flashinfer.moe_ep`: what it takes, and what its kernel computes.
+
+Written from FlashInfer's sources, apart from the adapters: the recipes here and those in the
+datasheets are two statements of the same facts, and a test that runs both compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from emulated.cluster import ContractBroken
+from emulated.compute import operand
+from megamoe.formats import (
+    BF16,
+    E4M3,
+    FP32,
+    FP8_BLOCK128,
+    MXFP4,
+    PLAIN_BF16,
+    Format,
+    Quantised,
+    ScaleRule,
+    plain,
+    quantise,
+)
+from megamoe.kernels import layout
+from megamoe.kernels.layout import CanonicalExperts
+from megamoe.problem import Activation, ExpertWeights, Recipe
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def require(true: bool, what: str) -> None:
+    if not true:
+        raise ContractBroken(what)
+
+
+def rows_of(blocks: int, name: str, rule: ScaleRule | None = None) -> Format:
+    """E4M3 with a float32 scale for `blocks` columns of a row (0: the row)."""
+    return Format(name=name, element=E4M3, block=(1, blocks), scale=FP32, rule=rule)
+
+
+TRUE_448 = ScaleRule(kind="amax", top=448.0, zero_scale=1.0)
+RECIPROCAL_448 = ScaleRule(
+    kind="amax", top=448.0, quotient="reciprocal", apply="reciprocal", scale_floor=1e-30
+)
+TENSOR_FP8 = Format(name="one scale a matrix", element=E4M3, scale=FP32)
+BLOCK_64_128 = Format(name="64 rows by 128", element=E4M3, block=(64, 128), scale=FP32)
+
+
+@dataclass
+class Backend:
+    """A backend bound to one layer. ids: the dtypes its staging takes."""
+
+    config: Any
+    hidden: int
+    experts_per_rank: int
+
+    name: ClassVar[str]
+    ids: ClassVar[tuple[torch.dtype, ...]] = INTEGERS
+    nvshmem: ClassVar[bool] = True
+    traps: ClassVar[bool] = False  # on ids past the last expert; the pull kernels read wild memory
+    strict: ClassVar[bool] = False  # contiguous inputs, float32 weights
+    view: ClassVar[bool] = False
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        raise NotImplementedError
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        raise NotImplementedError
+
+    def recipe(self) -> Recipe:
+        raise NotImplementedError
+
+    def activation(self) -> Activation:
+        clamp = self.config.gate_up_clamp
+        return Activation(limit=self.config.activation_clamp if clamp is None else clamp)
+
+    def check_rows(self, x: Tensor, scales: Tensor | None) -> None:
+        require(x.dtype == torch.bfloat16 and scales is None, f"{self.name} takes BF16 rows alone")
+
+    def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        """What the rows of `check_rows` mean to FC1, as float64 or BF16."""
+        return x
+
+    def multiples(self, hidden: int, intermediate: int) -> None:
+        width = self.config.intermediate_size
+        require(self.hidden % hidden == 0, f"{self.name}: hidden {self.hidden} % {hidden}")
+        require(width % intermediate == 0, f"{self.name}: intermediate {width} % {intermediate}")
+
+    def matrix(self, t: Tensor, rows: int, columns: int, dtype: torch.dtype, *, major: int) -> None:
+        """A weight [E, rows, columns] whose dimension `major` has stride 1."""
+        shape = (self.experts_per_rank, rows, columns)
+        require(tuple(t.shape) == shape, f"{self.name}: weights {tuple(t.shape)} are not {shape}")
+        require(t.dtype == dtype, f"{self.name}: weights of {t.dtype}")
+        require(t.stride(major) == 1, f"{self.name}: weights of strides {t.stride()}")
+
+
+class PullBf16(Backend):
+    name = "sm90_bf16_bf16_bf16_pull_cutedsl"
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(256, 64)
+        require(1 <= self.config.top_k <= 32, f"{self.name}: top_k {self.config.top_k}")
+        require(not self.config.enable_in_kernel_fc2_reduce, "floating atomics change the order")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        fc1, fc2 = transformed
+        width = self.config.intermediate_size
+        self.matrix(fc1, self.hidden, 2 * width, torch.bfloat16, major=1)
+        self.matrix(fc2, width, self.hidden, torch.bfloat16, major=1)
+        found = layout.unpack_pull_bf16(layout.PullBf16Weights(fc1=fc1, fc2=fc2))
+        return ExpertWeights(w13=plain(found.w13), w2=plain(found.w2))
+
+    def recipe(self) -> Recipe:
+        return Recipe(name="pull BF16", weight_at="fc2_input", term=BF16)
+
+
+class PushBf16(Backend):
+    name = "sm90_bf16_bf16_bf16_push_cake"
+    ids = (torch.int32,)
+    nvshmem = False
+    traps = strict = True
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(256, 128)
+        require(self.config.top_k in (1, 2, 4, 6, 8), f"{self.name}: top_k {self.config.top_k}")
+        require(world_size <= 32 and quantize_input, f"{self.name}: world or quantize_input")
+        clamp = self.config.clamp_limit
+        require(clamp is None or 0 < clamp < math.inf, f"{self.name}: clamp {clamp}")
+        require(
+            self.config.combine_wire == "per_route",
+            "any other wire groups by rank, or follows the environment and the capacity",
+        )
+        require(self.config.capacity_factor == 1.0, "less capacity traps on an uneven batch")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        require(
+            type(transformed).__name__ == "Sm90CakeBf16Weights", f"{self.name}: {type(transformed)}"
+        )
+        width = self.config.intermediate_size
+        self.matrix(transformed.w13, 2 * width, self.hidden, torch.bfloat16, major=2)
+        self.matrix(transformed.w2, self.hidden, width, torch.bfloat16, major=2)
+        sizes = (
+            transformed.num_local_experts,
+            transformed.hidden_size,
+            transformed.intermediate_size,
+        )
+        require(sizes == (self.experts_per_rank, self.hidden, width), f"{self.name}: {sizes}")
+        require(transformed.w13_interleaved, f"{self.name}: w13 not interleaved")
+        found = layout.unpack_push_bf16(
+            layout.PushBf16Weights(w13=transformed.w13, w2=transformed.w2)
+        )
+        return ExpertWeights(w13=plain(found.w13), w2=plain(found.w2))
+
+    def recipe(self) -> Recipe:
+        return Recipe(name="push BF16", fc2_out=BF16, weight_at="term", term=BF16)
+
+    def activation(self) -> Activation:
+        return Activation(limit=self.config.clamp_limit, symmetric=True)
+
+
+class PullFp8(Backend):
+    """Both scale modes; per tensor, every rank dequantises with its own copy of the scale."""
+
+    name = "sm90_fp8_fp8_bf16_pull_cutedsl"
+
+    @property
+    def blockwise(self) -> bool:
+        return bool(self.config.fp8_scale_mode == "blockwise")
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(*((128, 128) if self.blockwise else (64, 64)))
+        require(1 <= self.config.top_k <= 32, f"{self.name}: top_k {self.config.top_k}")
+        require(not quantize_input, "quantises with many small kernels, and by its own rule")
+        require(self.config.kind == "fp8_e4m3", f"{self.name}: kind")
+        require(
+            self.config.combine_format == "bf16" and not self.config.grouped_token_back,
+            "an 8-bit or grouped combine",
+        )
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        (w1, s1, a1, d1), (w2, s2, a2, d2) = transformed
+        width = self.config.intermediate_size
+        self.matrix(w1, self.hidden, 2 * width, torch.float8_e4m3fn, major=1)
+        self.matrix(w2, width, self.hidden, torch.float8_e4m3fn, major=1)
+        leg = layout.PullFp8Leg
+        pack = layout.PullFp8Weights(
+            fc1=leg(weight=w1, scale=s1, activation_scale=a1, weight_scale=d1),
+            fc2=leg(weight=w2, scale=s2, activation_scale=a2, weight_scale=d2),
+            exactness=layout.Exactness(counts=torch.zeros(1), elements=0, worst=0.0),
+        )
+        if self.blockwise:
+            require(a1 is None and d1 is None, "blockwise weights carry no dequantisation scalars")
+            found = layout.unpack_pull_fp8(pack)
+            return ExpertWeights(
+                w13=Quantised(format=BLOCK_64_128, data=found.w13, scale=found.w13_scale),
+                w2=Quantised(format=FP8_BLOCK128, data=found.w2, scale=found.w2_scale),
+            )
+        require(a1.shape == (1,) and a2.shape == (1,), "one activation scale a matrix")
+        require(d1.dtype == d2.dtype == torch.float32, "float32 weight scales")
+        self.fc1_scale, self.fc2_scale = float(a1), float(a2)
+        found = layout.unpack_pull_fp8_per_tensor(pack)
+        assert found.w13_scale is not None and found.w2_scale is not None
+        return ExpertWeights(
+            w13=Quantised(
+                format=TENSOR_FP8, data=found.w13, scale=found.w13_scale[:, None, None]
+            ),
+            w2=Quantised(format=TENSOR_FP8, data=found.w2, scale=found.w2_scale[:, None, None]),
+        )
+
+    def recipe(self) -> Recipe:
+        if self.blockwise:
+            act, mid = rows_of(128, "1x128"), rows_of(64, "1x64", RECIPROCAL_448)
+        else:
+            act = rows_of(0, "static")
+            rule = ScaleRule(kind="static", top=self.fc2_scale, apply="reciprocal")
+            mid = Format(name="static", element=E4M3, scale=FP32, rule=rule)
+        return Recipe(name="pull FP8", act=act, mid=mid, weight_at="fc2_input", term=BF16)
+
+    def check_rows(self, x: Tensor, scales: Tensor | None) -> None:
+        require(x.dtype == torch.float8_e4m3fn and scales is not None, f"{self.name}: E4M3 rows")
+        assert scales is not None
+        columns, dtype = (
+            (self.hidden // 128, torch.float32)
+            if self.blockwise
+            else (-(-self.hidden // 32), torch.float8_e8m0fnu)
+        )
+        require(
+            scales.shape == (x.shape[0], columns) and scales.dtype == dtype,
+            f"{self.name}: scales {tuple(scales.shape)} of {scales.dtype}",
+        )
+
+    def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        assert scales is not None
+        if self.blockwise:
+            return operand(x, scales, rows_of(128, "1x128"))
+        scale = torch.full((x.shape[0], 1), self.fc1_scale, dtype=torch.float32)
+        return operand(x, scale, rows_of(0, "static"))
+
+
+class PullMxfp4(Backend):
+    name = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
+    ids = (torch.int64,)
+    strict = view = True
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(128, 128)
+        require(1 <= self.config.top_k <= 32, f"{self.name}: top_k {self.config.top_k}")
+        require(not quantize_input, "quantises with many small kernels, and by its own rule")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        fc1, fc2 = (self._leg(leg) for leg in transformed)
+        found = layout.unpack_pull_mxfp4(layout.PullMxfp4Weights(fc1=fc1, fc2=fc2))
+        return mxfp4(found)
+
+    def _leg(self, leg: Any) -> layout.PullFp4Leg:
+        weight, scales, unit, decode = leg
+        require(weight.dtype == torch.uint8 and weight.stride(1) == 1, f"{self.name}: weight")
+        require(scales.dtype == torch.uint8 and scales.is_contiguous(), f"{self.name}: scales")
+        require(decode.shape == (self.experts_per_rank,), f"{self.name}: {tuple(decode.shape)}")
+        require(bool((unit == 1).all()), f"{self.name}: the third slot is one")
+        return layout.PullFp4Leg(weight=weight, scales=scales, unit=unit, decode=decode)
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            name="pull FP4",
+            act=rows_of(0, "row"),
+            mid=rows_of(64, "1x64", RECIPROCAL_448),
+            weight_at="fc2_input",
+            term=BF16,
+        )
+
+    def check_rows(self, x: Tensor, scales: Tensor | None) -> None:
+        require(
+            x.dtype == torch.float8_e4m3fn
+            and scales is not None
+            and scales.shape == (x.shape[0], 1)
+            and scales.dtype == torch.float32
+            and scales.is_contiguous(),
+            f"{self.name}: E4M3 rows with float32 scales [n, 1]",
+        )
+
+    def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        assert scales is not None
+        return operand(x, scales, rows_of(0, "row"))
+
+
+class PullNvfp4(PullMxfp4):
+    name = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        require(
+            type(transformed).__name__ == "TransformedMegaWeights"
+            and transformed.nvfp4_kperm == self.config.nvfp4_kperm,
+            f"{self.name}: weights that do not say their column order",
+        )
+        fc1, fc2 = (self._leg(leg) for leg in transformed)
+        found = layout.unpack_pull_nvfp4(
+            layout.PullNvfp4Weights(fc1=fc1, fc2=fc2, kperm=self.config.nvfp4_kperm)
+        )
+        return decoded(found, layout.pull_nvfp4_operand, 8.0)
+
+
+class PushFp8(Backend):
+    name = "sm90_fp8_fp8_bf16_push_cuda"
+    ids = (torch.int32,)
+    nvshmem = False
+    traps = strict = True
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(128, 128)
+        require(self.config.top_k in (1, 2, 4, 6, 8), f"{self.name}: top_k {self.config.top_k}")
+        require(self.config.intermediate_size <= 16384, f"{self.name}: intermediate")
+        require(world_size <= 32 and quantize_input, f"{self.name}: world or quantize_input")
+        require(
+            self.config.combine_dtype == "bf16" and not self.config.grouped_combine,
+            "an 8-bit combine",
+        )
+        require(self.config.capacity_factor == 1.0, "less capacity traps on an uneven batch")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        require(
+            type(transformed).__name__ == "Sm90PushWeights", f"{self.name}: {type(transformed)}"
+        )
+        width = self.config.intermediate_size
+        self.matrix(transformed.w13_fp8, 2 * width, self.hidden, torch.float8_e4m3fn, major=2)
+        self.matrix(transformed.w2_fp8, self.hidden, width, torch.float8_e4m3fn, major=2)
+        require(
+            transformed.w13_interleaved == self.config.fuse_fc1_epilogue, f"{self.name}: interleave"
+        )
+        found = layout.unpack_push_fp8(
+            layout.PushFp8Weights(
+                w13_fp8=transformed.w13_fp8,
+                w13_sf=transformed.w13_sf,
+                w2_fp8=transformed.w2_fp8,
+                w2_sf=transformed.w2_sf,
+                w13_interleaved=transformed.w13_interleaved,
+            )
+        )
+        return ExpertWeights(
+            w13=Quantised(format=FP8_BLOCK128, data=found.w13, scale=found.w13_scale),
+            w2=Quantised(format=FP8_BLOCK128, data=found.w2, scale=found.w2_scale),
+        )
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            name="push FP8",
+            act=rows_of(128, "1x128", TRUE_448),
+            fc1_out=BF16,
+            swiglu_out=BF16,
+            mid=rows_of(128, "1x128", TRUE_448),
+            fc2_out=BF16,
+            weight_at="term",
+            term=BF16,
+        )
+
+    def activation(self) -> Activation:
+        return Activation()
+
+    def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        q = quantise(x, rows_of(128, "1x128", TRUE_448))
+        assert q.scale is not None
+        return operand(q.data, q.scale, q.format)
+
+
+def mxfp4(found: CanonicalExperts) -> ExpertWeights:
+    return ExpertWeights(
+        w13=Quantised(format=MXFP4, data=found.w13, scale=found.w13_scale),
+        w2=Quantised(format=MXFP4, data=found.w2, scale=found.w2_scale),
+    )
+
+
+def decoded(found: CanonicalExperts, decode: Any, gain: float) -> ExpertWeights:
+    """NVFP4 as the kernel multiplies with it: E4M3 operands and one factor an expert."""
+
+    def one(data: Tensor, scale: Tensor | None, factor: Tensor | None) -> Quantised:
+        assert scale is not None and factor is not None
+        codes = decode(data, scale)
+        return Quantised(format=TENSOR_FP8, data=codes, scale=(factor * gain)[:, None, None])
+
+    return ExpertWeights(
+        w13=one(found.w13, found.w13_scale, found.w13_global),
+        w2=one(found.w2, found.w2_scale, found.w2_global),
+    )
+
+
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (PullBf16, PushBf16, PullFp8, PullMxfp4, PullNvfp4, PushFp8)
+}
+assert PLAIN_BF16.element is BF16

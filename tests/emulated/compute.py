@@ -1,0 +1,59 @@
+"""What a launch computes: the recipe, over the experts of all ranks, for one rank's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.formats import BF16, F64, Format, Quantised, dequantise, rnbf16
+from megamoe.problem import Activation, ExpertWeights, Recipe
+from megamoe.reference.elementwise import canonical_nan
+from megamoe.reference.moe import Emulated, add_terms, combine
+
+
+@dataclass(frozen=True, slots=True)
+class Fed(Emulated):
+    """Emulated, except that float64 activations are the operand already: the caller quantised."""
+
+    def enter(self, values: Tensor, fmt: Format) -> Tensor:
+        return values if values.dtype == F64 else Emulated.enter(self, values, fmt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """What one rank brings to a launch: staged rows (float64 operands, or BF16) and its experts."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    experts: ExpertWeights
+
+
+def operand(data: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """Codes and scales as they were handed over, as exact float64 values."""
+    return dequantise(Quantised(format=fmt, data=data, scale=scale))
+
+
+def launch(
+    rank: int, posts: Sequence[Post], recipe: Recipe, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """This rank's terms float32 [n, k, H] and their BF16 sum [n, H]; empty slots masked."""
+    mine, arithmetic = posts[rank], Fed(recipe)
+    each = mine.experts.count
+    terms = torch.zeros(*mine.ids.shape, mine.experts.hidden_size, dtype=torch.float32)
+    for owner, post in enumerate(posts):
+        held = tuple(range(owner * each, (owner + 1) * each))
+        add_terms(
+            terms, mine.x, mine.ids, mine.weights, post.experts, held, activation, arithmetic
+        )
+    return terms, reduce(terms, mine.ids, mine.weights, recipe, each)
+
+
+def reduce(terms: Tensor, ids: Tensor, weights: Tensor, recipe: Recipe, each: int) -> Tensor:
+    arithmetic = Fed(recipe)
+    owner = ids.clamp(min=0) // each
+    total = combine(terms, ids, weights, arithmetic, owner)
+    return canonical_nan(rnbf16(arithmetic.round(total, BF16)))

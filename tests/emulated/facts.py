@@ -1,0 +1,184 @@
+"""Fields and defaults of FlashInfer 0.7.4's configurations, as `test_emulated_facts` reads them.
+
+REQUIRED marks a field without a default. Kept whole, so that an upgrade which moves a default
+(a clamp of 10, an 8-bit combine) is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+REQUIRED = object()
+
+_GEOMETRY = dict(swap_ab=None, pingpong=None, mma_tiler_mnk=None, cluster_shape_mnk=None)
+_SIZES = dict(intermediate_size=REQUIRED, top_k=REQUIRED)
+_PULL = dict(
+    **_SIZES,
+    knobs=None,
+    **_GEOMETRY,
+    load_balance_mode="static",
+    gate_up_clamp=None,
+    activation_clamp=None,
+    fast_math=True,
+    enable_in_kernel_fc2_reduce=False,
+    token_back_by_dispatch=False,
+    token_back_mode=None,
+    active_dispatch_warps=1,
+    fc1_store_offload=True,
+    fc1_early_done_publish=False,
+    fold_producer_warps=True,
+    generate_c=False,
+    tail_split_pairs=None,
+)
+_PULL_FP4 = dict(
+    **_SIZES,
+    kind="fp8_e4m3",
+    fp8_scale_mode="mxfp4_hybrid",
+    fp8_accum_mode="1xacc",
+    preprocess_expert_chunk_size=4,
+    knobs=None,
+    **_GEOMETRY,
+    load_balance_mode=None,
+    gate_up_clamp=10.0,
+    activation_clamp=None,
+    fast_math=True,
+    enable_in_kernel_fc2_reduce=False,
+    token_back_mode=None,
+    dedup_dispatch=None,
+    grouped_token_back=False,
+    combine_format="bf16",
+    active_dispatch_warps=None,
+    fc1_store_offload=None,
+    fc1_early_done_publish=None,
+    fold_producer_warps=None,
+    routing_profile="block_permutation_v1",
+)
+_PUSH = dict(
+    **_SIZES,
+    capacity_factor=1.0,
+    dedup_dispatch=True,
+    allow_unverified_p2p=False,
+    init_timeout_s=600.0,
+)
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig": dict(
+        kernel_name="sm90_bf16_bf16_bf16_pull_cutedsl", **_PULL
+    ),
+    "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig": dict(
+        kernel_name="sm90_fp8_fp8_bf16_pull_cutedsl",
+        **_PULL,
+        kind="fp8_e4m3",
+        fp8_scale_mode="per_tensor",
+        fp8_accum_mode="1xacc",
+        dedup_dispatch=False,
+        grouped_token_back=False,
+        combine_format="bf16",
+        compact_pull_buffer=True,
+        fc1_activation_dequant_scale=1.0,
+        fc2_activation_dequant_scale=1.0,
+    ),
+    "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig": dict(
+        kernel_name="sm90_fp8_mxfp4_bf16_pull_cutedsl",
+        **_PULL_FP4,
+        humming_max_range=11,
+        compact_pull_buffer=False,
+    ),
+    "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig": dict(
+        kernel_name="sm90_fp8_nvfp4_bf16_pull_cutedsl",
+        **_PULL_FP4,
+        nvfp4_kperm=64,
+        nvfp4_fc1_k256_overlap=None,
+    ),
+    "Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig": dict(
+        kernel_name="sm90_bf16_bf16_bf16_push_cake",
+        **_PUSH,
+        clamp_limit=None,
+        combine_wire=None,
+        pdl=None,
+        pdl_late=None,
+        fused_begin=None,
+        fused_dispatch_max_tokens=None,
+        grid_dispatch_min_tokens=None,
+        compact_form=None,
+        publish_form=None,
+        per_route_publish_pdl=None,
+        fc2_early_max_tokens=None,
+        prefix_form=None,
+        direct_place=None,
+        direct_place_min_tokens=None,
+        fc2_early_windows=None,
+        wcx_max_tokens=None,
+    ),
+    "Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig": dict(
+        kernel_name="sm90_fp8_fp8_bf16_push_cuda",
+        **_PUSH,
+        grouped_combine=True,
+        fuse_fc1_epilogue=False,
+        payload_dtype="fp8",
+        combine_dtype="fp8",
+    ),
+}
+
+API: dict[str, dict[str, Any]] = {
+    "BootstrapConfig": dict(
+        world_size=REQUIRED,
+        rank=REQUIRED,
+        stream=0,
+        auto_bootstrap=True,
+        device=None,
+        nccl_comm=None,
+        process_group=None,
+        tcp_store=None,
+    ),
+    "FleetParams": dict(
+        num_experts=REQUIRED,
+        max_tokens_per_rank=REQUIRED,
+        token_hidden_size=REQUIRED,
+        dtype_bytes=2,
+        tuning_live_tokens=None,
+    ),
+    "MegaConfig": dict(
+        megakernel=REQUIRED, quantize_input=True, preprocess_weights=True, transformed_weights=None
+    ),
+    "MoEEpTensors": dict(
+        hidden_states=REQUIRED,
+        topk_ids=REQUIRED,
+        topk_weights=REQUIRED,
+        scales=None,
+        fc1_alpha=None,
+        fc2_alpha=None,
+        fc1_norm_const=None,
+        fc1_activation_per_token_scale=None,
+        recv_count=None,
+        num_tokens_per_expert=None,
+        output=None,
+        runtime_max_tokens_per_rank=None,
+    ),
+}
+
+PUSH_FP8_WEIGHTS = dict(
+    w13_fp8=REQUIRED, w13_sf=REQUIRED, w2_fp8=REQUIRED, w2_sf=REQUIRED, w13_interleaved=False
+)
+PUSH_BF16_WEIGHTS = dict(
+    w13=REQUIRED,
+    w2=REQUIRED,
+    num_local_experts=REQUIRED,
+    hidden_size=REQUIRED,
+    intermediate_size=REQUIRED,
+    w13_interleaved=True,
+    wcx=None,
+)
+
+
+def record(name: str, fields: dict[str, Any]) -> type:
+    """A dataclass of that name: unknown and missing fields raise TypeError, as the real one does."""
+    return dataclasses.make_dataclass(
+        name,
+        [
+            (field, Any) if default is REQUIRED else (field, Any, dataclasses.field(default=default))
+            for field, default in sorted(fields.items(), key=lambda f: f[1] is not REQUIRED)
+        ],
+        eq=False,
+    )
