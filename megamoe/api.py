@@ -12,8 +12,10 @@ from torch import Tensor
 from megamoe import settings
 from megamoe.checkpoint import load
 from megamoe.dispatch.machine import probe
+from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
+from megamoe.dispatch.watchdog import TIMEOUT, OnFailure
 from megamoe.errors import BadInput, bad_input
 from megamoe.problem import Host, MoEWeights, Request, TopK, family_recipe
 from megamoe.reference.router import route
@@ -27,6 +29,8 @@ def prepare(
     top_k: int | None = None,
     kernel: str = "auto",
     host: Host | None = None,
+    timeout: float = TIMEOUT,
+    on_failure: OnFailure = "abort",
 ) -> PreparedWeights:
     """Choose a kernel for a loaded layer, pack the weights for it and open its workspaces.
 
@@ -35,20 +39,48 @@ def prepare(
     every rank. top_k: where the weights carry no router. kernel: "auto", or a name that alone may
     be chosen.
 
-    Raises Unsupported with every kernel's objections where none fits, BadInput for bad arguments.
+    timeout: seconds that a call waits for a rank that lives but does not come; it is then named. A
+    rank that raises or dies is named earlier. Where the call cannot raise any more, because it
+    waits inside a kernel, the process is aborted (on_failure "abort"), or the layer marked dead,
+    after which every use raises RankFailure ("raise").
+
+    Raises Unsupported with every kernel's objections where none fits, BadInput for bad arguments,
+    RankFailure on every rank where they disagree, or where one of them raised or is gone.
     """
-    asked = read_settings()
-    top_k = _top_k(weights, top_k)
-    request = Request.of(weights, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, host=host)
-    decision = decide(request, weights.device, kernel, asked)
-    return PreparedWeights(weights, decision, group)
+    ranks = Ranks.of(
+        group,
+        rank=weights.rank,
+        world_size=weights.placement.world_size,
+        timeout=timeout,
+        on_failure=on_failure,
+    )
+    try:
+        with ranks.step("prepare"):
+            asked = read_settings()
+            request = Request.of(
+                weights,
+                top_k=_top_k(weights, top_k),
+                max_tokens_per_rank=max_tokens_per_rank,
+                host=host,
+            )
+            shared_by = ranks.ranks_per_gpu(weights.device)
+            decision = decide(request, weights.device, kernel, asked, ranks_per_gpu=shared_by)
+            return PreparedWeights(weights, decision, ranks)
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def decide(
-    request: Request, device: torch.device, kernel: str, asked: settings.Settings
+    request: Request,
+    device: torch.device,
+    kernel: str,
+    asked: settings.Settings,
+    *,
+    ranks_per_gpu: int = 1,
 ) -> Decision:
     """The decision, with what the environment asks for: a pinned kernel, or the reference."""
-    machine = probe(device)
+    machine = probe(device, ranks_per_gpu=ranks_per_gpu)
     only = asked.kernel or (None if kernel == "auto" else kernel)
     if asked.force_reference == "off":
         return select(request, machine, KERNELS, only)

@@ -57,45 +57,43 @@ class Table:
 
 
 def padded(weights: MoEWeights) -> MoEWeights:
-    """This rank's weights as the kernel sees them: filled up to the equal count, physical
-    placement.
+    """This rank's weights as the kernel sees them: the equal count of slots, physical placement.
 
-    A padding slot repeats the first expert's bytes, so that no kernel meets a scale it would
-    refuse; no token names it. A rank that holds nothing cannot be padded from its own bytes: it
-    gets zeros.
+    A slot that holds no expert repeats the first one's bytes, so that no kernel meets a value it
+    would refuse; no token names it. A rank that holds none at all gets zeros.
     """
     placement = weights.placement
-    missing = placement.slots_per_rank - len(placement.slots[weights.rank])
-    experts = weights.experts if missing == 0 else _filled(weights.experts, missing)
+    held = placement.slots[weights.rank]
+    seats = (*held, *(-1 for _ in range(placement.slots_per_rank - len(held))))
+    experts = weights.experts if -1 not in seats else _filled(weights.experts, seats)
     return dataclasses.replace(weights, experts=experts, placement=physical(placement), router=None)
 
 
-def _filled(experts: ExpertWeights, missing: int) -> ExpertWeights:
-    def more(tensor: Tensor) -> Tensor:
-        source = tensor[:1] if tensor.shape[0] else tensor.new_zeros((1, *tensor.shape[1:]))
-        return torch.cat([tensor, source.expand(missing, *source.shape[1:])])
+def _filled(experts: ExpertWeights, seats: tuple[int, ...]) -> ExpertWeights:
+    """One entry a seat; those of empty seats come from the first that is not."""
+    first = next((seat for seat, expert in enumerate(seats) if expert >= 0), None)
+    source = [seat if expert >= 0 else first for seat, expert in enumerate(seats)]
 
-    def fill(q: Quantised) -> Quantised:
+    def fill(tensor: Tensor) -> Tensor:
+        data = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        if first is None:
+            filled = data.new_zeros((len(seats), *data.shape[1:]))
+        else:
+            filled = data[torch.tensor(source, device=data.device)]
+        return filled.view(tensor.dtype)  # 8-bit floats as bytes: few operations know them
+
+    def quantised(q: Quantised) -> Quantised:
         return Quantised(
             format=q.format,
-            data=_bytes_wise(more, q.data),
-            scale=None if q.scale is None else _bytes_wise(more, q.scale),
-            global_scale=None if q.global_scale is None else more(q.global_scale),
+            data=fill(q.data),
+            scale=None if q.scale is None else fill(q.scale),
+            global_scale=None if q.global_scale is None else fill(q.global_scale),
             row_groups=q.row_groups,
         )
 
     return ExpertWeights(
-        w13=fill(experts.w13),
-        w2=fill(experts.w2),
-        b13=None if experts.b13 is None else more(experts.b13),
-        b2=None if experts.b2 is None else more(experts.b2),
+        w13=quantised(experts.w13),
+        w2=quantised(experts.w2),
+        b13=None if experts.b13 is None else fill(experts.b13),
+        b2=None if experts.b2 is None else fill(experts.b2),
     )
-
-
-def _bytes_wise(f: object, tensor: Tensor) -> Tensor:
-    """Apply a copying function to 8-bit floats as bytes: not all torch operations know them."""
-    assert callable(f)
-    if tensor.dtype.itemsize == 1:
-        result: Tensor = f(tensor.view(torch.uint8)).view(tensor.dtype)
-        return result
-    return f(tensor)  # type: ignore[no-any-return]

@@ -74,6 +74,9 @@ def refusals(
 ) -> tuple[str, ...]:
     """The kernel's objections, and that it is never chosen unnamed where its sheet says so."""
     reasons = kernel.objections(request, machine)
-    if not named and kernel.sheet.automatic == "cpu" and machine.capability is not None:
+    automatic, on_gpu = kernel.sheet.automatic, machine.capability is not None
+    if not named and automatic == "cpu" and on_gpu:
         reasons += ("is the judge: on a GPU it runs only where it is named",)
+    if not named and automatic == "gpu" and not on_gpu:
+        reasons += ("is a plain loop there: on a CPU it runs only where it is named",)
     return reasons

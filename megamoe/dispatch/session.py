@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megamoe.dispatch.fingerprint import fingerprint
 from megamoe.dispatch.placement import Table, padded, physical
+from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.shared import SharedFFN
 from megamoe.dispatch.staging import clean_ids, stage
@@ -24,15 +25,18 @@ class PreparedWeights:
     times; ``close`` gives the workspaces back, on every rank, and ``with`` does it.
     """
 
-    def __init__(self, weights: MoEWeights, decision: Decision, group: Any = None) -> None:
+    def __init__(self, weights: MoEWeights, decision: Decision, ranks: Ranks | None = None) -> None:
+        """ranks: inside their step "prepare"; None on one rank."""
         request = decision.request
         self.decision = decision
         self.request = request
         self.rank = weights.rank
         self.device = weights.device
         self.family = weights.family
+        self._ranks = ranks or Ranks()
         self._table = Table.of(weights.placement, weights.device)
         self._sticky = torch.zeros(1, dtype=torch.bool, device=weights.device)
+        self._warm = False
         features = decision.kernel.sheet.features
         self._shared = (
             SharedFFN(weights.shared)
@@ -49,10 +53,16 @@ class PreparedWeights:
             machine=decision.machine,
             device=weights.device,
             rank=weights.rank,
-            group=group,
+            group=self._ranks.group,
+            peers=self._ranks,
             recipe=decision.recipe,
         )
-        self._kernel: Kernel | None = decision.kernel.prepare(padded(weights), context)
+        share = padded(weights)
+        facts = fingerprint(weights, decision)
+        facts.update(decision.kernel.must_agree(share, context))
+        self._ranks.agree("request", facts)
+        self._kernel: Kernel | None = decision.kernel.prepare(share, context)
+        self._ranks.agree("ready", self._kernel.tactics())
 
     # --- the call ---------------------------------------------------------------------------------
 
@@ -68,32 +78,30 @@ class PreparedWeights:
 
         x: BF16 [T, H], any strides. max_tokens: the step's greatest T over all ranks, the same
         number on every rank; without it no rank may exceed max_tokens_per_rank. out: written and
-        returned where given. Raises BadInput before anything is launched.
+        returned where given, apart from x. Raises BadInput before anything is launched; ranks that
+        launched without this one then raise RankFailure.
         """
         kernel = self._open()
-        topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
-        self._check(x, topk, out)
-        factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
-        rounds, step, tokens = self._rounds(x.shape[0], max_tokens)
-        ids = self._ids(topk.ids)
-        weights = topk.weights.to(torch.float32) * factor
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        for i in range(rounds):
-            part = slice(i * step, (i + 1) * step)
-            batch = stage(
-                x[part],
-                ids[part],
-                weights[part],
-                table=self._table,
-                rank=self.rank,
-                sheet=self.decision.kernel.sheet,
-                tokens=tokens,
-            )
-            kernel.run(batch, y[part])
-        if self._output_factor != 1.0:
-            y *= self._output_factor  # a power of two: exact after rounding as before it
-        if self._shared is not None:
-            y += self._shared(x)  # BF16 + BF16: added in float32, rounded once
+        with self._ranks.step("forward") as call:
+            topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
+            self._check(x, topk, out)
+            self._check_capture(kernel)
+            factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
+            rounds, step, tokens = self._rounds(x.shape[0], max_tokens)
+            ids = self._table.physical_ids(self._ids(topk.ids), self.rank)
+            weights = topk.weights.to(torch.float32) * factor
+            y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+            call.launch()
+            shared = None if self._shared is None else self._shared.start(x)
+            for i in range(rounds):
+                part = slice(i * step, (i + 1) * step)
+                sheet = self.decision.kernel.sheet
+                batch = stage(x[part], ids[part], weights[part], sheet=sheet, tokens=tokens)
+                kernel.run(batch, y[part])
+            if self._output_factor != 1.0:
+                y *= self._output_factor  # a power of two: exact after rounding as before it
+            if shared is not None:
+                y += shared()  # BF16 + BF16: added in float32, rounded once
         return y
 
     __call__ = forward
@@ -136,6 +144,25 @@ class PreparedWeights:
             raise bad_input(
                 "out", f"of strides {out.stride()}", "is not contiguous", "pass one that is"
             )
+        if out is not None and overlap(x, out):
+            raise bad_input(
+                "out", "", "shares memory with x, which is read after out is written",
+                "pass another tensor",
+            )  # fmt: skip
+
+    def _check_capture(self, kernel: Kernel) -> None:
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return
+        if not kernel.capturable:
+            raise bad_input(
+                "kernel", self.decision.name, "reads from the device, which a CUDA graph cannot "
+                "hold", "run it outside of graph capture",
+            )  # fmt: skip
+        if not self._warm:
+            raise bad_input(
+                "layer", "", "is being captured in a CUDA graph before it was warmed up",
+                "call layer.warmup() on every rank first",
+            )  # fmt: skip
 
     def _rounds(self, count: int, max_tokens: int | None) -> tuple[int, int, int]:
         """(rounds, tokens a round on this rank, greatest tokens a round on any rank)."""
@@ -172,12 +199,20 @@ class PreparedWeights:
 
     def warmup(self) -> None:
         """Compile and allocate all that ``forward`` needs; collective."""
-        self._open().warmup()
+        kernel = self._open()
+        with self._ranks.step("warmup") as call:
+            call.launch()
+            kernel.warmup()
+            if self._shared is not None:
+                self._shared.warmup(self.request.max_tokens_per_rank)
+            self._ranks.agree("tactics", kernel.tactics())
+        self._warm = True
 
     def check(self) -> None:
-        """Raise BadInput where an id outside [-1, E) was met since the last check; reads the
-        device.
+        """Raise RankFailure where the ranks' group has failed, BadInput where an id outside [-1, E)
+        was met since the last check; reads the device.
         """
+        self._ranks.check()
         if bool(self._sticky.item()):
             self._sticky.zero_()
             raise BadInput(
@@ -187,11 +222,22 @@ class PreparedWeights:
             )
 
     def close(self) -> None:
-        """Give the kernel's workspaces back; collective. A second call does nothing."""
+        """Give the kernel's workspaces back; collective while all ranks are healthy. A second call
+        does nothing.
+        """
         kernel, self._kernel = self._kernel, None
-        if kernel is not None:
-            kernel.close()
-            self.check()
+        if kernel is None:
+            return
+        try:
+            if not self._ranks.healthy:
+                return  # the others will not come
+            with self._ranks.step("close") as call:
+                self._ranks.gather("close", "")
+                call.launch()
+                kernel.close()
+        finally:
+            self._ranks.close()
+        self.check()
 
     def _open(self) -> Kernel:
         if self._kernel is None:
@@ -201,8 +247,31 @@ class PreparedWeights:
     def __enter__(self) -> PreparedWeights:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._kernel is not None:  # the others may be elsewhere: nothing collective now
+            self._kernel = None
+            self._ranks.abandon(error)
+            self._ranks.close()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share bytes, by the range that each one's strides span."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (low, high), (start, stop) = _span(a), _span(b)
+    return low < stop and start < high
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor reaches, [first, past the last)."""
+    if t.numel() == 0:
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    first = int(t.storage_offset()) * t.element_size()
+    return first, first + (int(reach) + 1) * t.element_size()
 
 
 def scaling(topk: TopK, factor: float, scale_at: str) -> float:

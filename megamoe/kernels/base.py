@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megamoe.errors import bad_input
 from megamoe.formats import Format
 from megamoe.problem import Activation, Machine, MoEWeights, Recipe, Request
 
@@ -50,7 +51,7 @@ class Datasheet:
     any.
     hidden_multiple, intermediate_multiple: required divisors. top_k, world_sizes: accepted values.
     clamp: ``upper`` clamps gate above and up on both sides, any float; ``upper int`` the same with
-    an integer limit; ``symmetric`` clamps both on both sides; ``none`` cannot clamp.
+    an integer limit; ``symmetric`` clamps both on both sides; ``any`` does either; ``none`` cannot.
     empty_slots: what the kernel does with id -1: ``masked`` skips it, ``stale`` may add an old row.
     equal_counts: whether all ranks must pass the same token count. id_dtype: of ids at the call.
     hardware: where it was run and judged; empty means never.
@@ -70,14 +71,14 @@ class Datasheet:
     max_experts_per_rank: int | None = None
     max_tokens_per_rank: int | None = None
     multiprocessors: frozenset[int] | None = None
-    clamp: Literal["upper", "upper int", "symmetric", "none"] = "upper"
+    clamp: Literal["upper", "upper int", "symmetric", "any", "none"] = "upper"
     features: frozenset[Feature] = frozenset()
     transport: str = "none"
     needs: tuple[Versions, ...] = ()
     empty_slots: Literal["masked", "stale"] = "masked"
     equal_counts: bool = False
     id_dtype: torch.dtype = torch.int64
-    automatic: Literal["always", "cpu"] = "always"
+    automatic: Literal["always", "cpu", "gpu"] = "always"
     hardware: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -97,11 +98,21 @@ class Batch:
     tokens: int
 
 
+class Peers(Protocol):
+    """The group's other processes, as a kernel may need them; ``dispatch.ranks.Ranks`` is one."""
+
+    def gather(self, what: str, value: str) -> list[str]:
+        """Every rank's value in rank order, during ``prepare`` and ``warmup``; never hangs."""
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective's handle on the host, or raise RankFailure once it is hopeless."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Where a kernel is prepared: the physical request, the machine, and the ranks' group.
 
-    group: a torch.distributed ProcessGroup, None on one rank.
+    group: a torch.distributed ProcessGroup, None on one rank. peers: None where nobody watches.
     """
 
     request: Request
@@ -109,6 +120,7 @@ class Context:
     device: torch.device
     rank: int = 0
     group: Any = None
+    peers: Peers | None = None
     recipe: Recipe | None = None  # the reference's only: which recipe it emulates
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -137,6 +149,11 @@ class Kernel(abc.ABC):
         return cls.sheet.recipe
 
     @classmethod
+    def must_agree(cls, weights: MoEWeights, context: Context) -> Mapping[str, str]:
+        """What has to be equal on all ranks before ``prepare`` may be called: scales, say."""
+        return {}
+
+    @classmethod
     @abc.abstractmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Kernel:
         """Pack the weights and open the kernel's workspaces; collective over the group.
@@ -153,9 +170,28 @@ class Kernel(abc.ABC):
         """Compile and allocate all that a later ``run`` would; collective."""
         return None
 
+    def tactics(self) -> Mapping[str, str]:
+        """What ``prepare`` or ``warmup`` chose and has to be equal on all ranks."""
+        return {}
+
+    @property
+    def capturable(self) -> bool:
+        """Whether ``run`` may be captured in a CUDA graph: it reads nothing back."""
+        return True
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give workspaces back; collective, once."""
+
+
+def check_ranks(context: Context) -> None:
+    """Refuse to prepare one rank's share of a layer without the group that holds the rest."""
+    world = context.request.world_size
+    if world > 1 and context.group is None:
+        raise bad_input(
+            "group", "None", f"does not hold the {world} ranks of the layer",
+            "pass the expert-parallel group",
+        )  # fmt: skip
 
 
 # --- objections, one sentence each --------------------------------------------------------------
@@ -268,7 +304,7 @@ def _activation(sheet: Datasheet, request: Request, machine: Machine) -> Iterabl
     if request.expert_bias and "expert bias" not in sheet.features:
         yield "adds no expert biases, and the layer has them"
     limit = activation.limit
-    if limit is None or sheet.name in ("reference", "torch_grouped"):
+    if limit is None or sheet.clamp == "any":
         return
     if sheet.clamp == "none":
         yield f"does not clamp, and the layer clamps at {limit:g}"

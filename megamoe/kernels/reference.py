@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megamoe.formats import CATALOGUE
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, check_ranks
 from megamoe.problem import BF16_COMBINE, MoEWeights, Recipe, Request, family_recipe
 from megamoe.reference import parallel
 from megamoe.reference.moe import Emulated
@@ -19,6 +19,7 @@ class Reference(Kernel):
         title="correctly rounded reference",
         recipe=BF16_COMBINE,
         formats=CATALOGUE,
+        clamp="any",
         features=frozenset(
             {
                 "any device",
@@ -43,18 +44,25 @@ class Reference(Kernel):
 
     @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Reference:
+        check_ranks(context)
         recipe = context.recipe or cls.recipe(context.request)
         return cls(weights, Emulated(recipe), context)
 
     def __init__(self, weights: MoEWeights, arithmetic: Emulated, context: Context) -> None:
-        self.weights, self.arithmetic, self.context = weights, arithmetic, context
+        self.weights, self.arithmetic = weights, arithmetic
+        self.group, self.peers = context.group, context.peers
 
     def run(self, batch: Batch, out: Tensor) -> None:
+        wait = (lambda work: work.wait()) if self.peers is None else self.peers.wait
         out.copy_(
             parallel.forward(
-                batch.x, batch.ids, batch.weights, self.weights, self.arithmetic, self.context.group
+                batch.x, batch.ids, batch.weights, self.weights, self.arithmetic, self.group, wait
             )
         )
+
+    @property
+    def capturable(self) -> bool:
+        return False  # it looks at every value
 
     def close(self) -> None:
         return None

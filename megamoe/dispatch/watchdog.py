@@ -1,0 +1,261 @@
+"""A thread that watches a group of processes: it says where this rank is, and finds who is missing.
+
+All goes through the process group's key-value store, never through a collective, which hangs just
+when it is needed. The calls themselves only change a few Python attributes; the thread publishes
+them, and reads the other ranks' only while this one waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megamoe.errors import RankFailure
+
+OnFailure = Literal["abort", "raise"]
+
+TIMEOUT = 600.0  # seconds: one rank may compile for minutes while the others wait
+LOST = 30.0  # seconds without a sign of life after which a process is taken for dead
+GRACE = 5.0  # seconds for a call that can still raise, before the process is aborted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One collective call of one layer; its key is the same on every rank."""
+
+    layer: int
+    phase: str
+    number: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.layer}/{self.phase}/{self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.phase} #{self.number} of layer {self.layer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """What a rank last said of itself, and when this one saw it change."""
+
+    text: str
+    entered: int = 0
+    where: str = "nowhere"
+    ended: bool = False
+    seen: float = 0.0
+
+
+class Watchdog:
+    """One a process group and process, shared by its layers.
+
+    entered counts the collective calls begun here; on healthy ranks the counts differ for no longer
+    than ranks wait for each other. failure is set once and for all: the group is beyond repair.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, *, abort: Callable[[], object] = os.abort
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = TIMEOUT
+        self.on_failure: OnFailure = "abort"
+        self.entered = 0
+        self.layers = 0  # ever prepared
+        self.failure: str | None = None
+        self.told = threading.Event()  # somebody has raised the failure
+        self.polling = False  # a call waits in a way that keeps the bound by itself
+        self._abort = abort
+        self._where: Step | str = "start"
+        self._since = time.monotonic()
+        self._inside: dict[Step, float] = {}
+        self._signs: dict[int, Sign] = {}
+        self._beats = 0
+        self._open = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def lost(self) -> float:
+        return min(LOST, self.timeout)
+
+    # --- what the calls do ------------------------------------------------------------------------
+
+    def enter(self, step: Step) -> None:
+        self.check()
+        self.entered += 1
+        self._where = step
+        self._since = self._inside[step] = time.monotonic()
+
+    def leave(self, step: Step) -> None:
+        self._inside.pop(step, None)
+
+    def resume(self, step: Step) -> None:
+        """After :meth:`leave`: the call goes on, and its time starts anew."""
+        self._since = self._inside[step] = time.monotonic()
+
+    def check(self) -> None:
+        """Raise RankFailure where the group has failed."""
+        if self.failure is not None:
+            self.told.set()
+            raise RankFailure(f"{self.failure}; since then the group is dead: start its ranks anew")
+
+    def fail(self, text: str) -> None:
+        """The group is beyond repair: remembered here, and told to the others where possible."""
+        if self.failure is None:
+            self.failure = text
+            try:
+                self.store.set("dead", text)
+            except RuntimeError:
+                return  # no store is left to tell it
+
+    # --- what the others say ----------------------------------------------------------------------
+
+    def reported(self, step: Step) -> str | None:
+        """What another rank said that makes waiting in ``step`` pointless."""
+        for key in ("dead", f"error/{step.key}", f"left/{step.layer}"):
+            if self.store.check([key]):
+                return str(self.store.get(key).decode())
+        return None
+
+    def verdict(
+        self, step: Step | None, since: float, missing: Iterable[int] | None = None
+    ) -> str | None:
+        """Whom this rank waits for in vain since ``since``, in words; None while there is hope.
+
+        step: None where the call has returned and a device may still be busy with it. missing: the
+        ranks waited for; without it, those that have entered fewer calls.
+        """
+        if step is not None and (said := self.reported(step)) is not None:
+            return said
+        now = time.monotonic()
+        signs = self._look(now)
+        waited = now - since
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        behind = [r for r in peers if r not in signs or signs[r].entered < self.entered]
+        behind = behind if missing is None else list(missing)
+        call = str(self._where)
+        for rank in peers:
+            sign = signs.get(rank)
+            if sign is None or not (sign.ended or now - sign.seen > self.lost):
+                continue
+            if rank in behind or (step is not None and waited > self.lost):
+                how = "has ended" if sign.ended else f"died: no sign of life for {self.lost:g} s"
+                return f"rank {rank} {how}; it was last in {sign.where}, and {call} waits for it"
+        if waited <= self.timeout:
+            return None
+        if behind:
+            last = {r: f"last in {s.where}" for r, s in signs.items()}
+            named = ", ".join(f"rank {r} ({last.get(r, 'never seen')})" for r in behind)
+            return f"{call} waited {self.timeout:g} s in vain for {named}"
+        if step is None:
+            return None
+        return (
+            f"{call} did not come back within {self.timeout:g} s, though every rank has entered it"
+        )
+
+    def _look(self, now: float) -> Mapping[int, Sign]:
+        """Every other rank's last sign of life."""
+        for rank in range(self.world_size):
+            key = f"life/{rank}"
+            if rank == self.rank or not self.store.check([key]):
+                continue
+            text = self.store.get(key).decode()
+            if rank not in self._signs or self._signs[rank].text != text:
+                _, entered, where, ended = json.loads(text)
+                self._signs[rank] = Sign(
+                    text=text, entered=entered, where=where, ended=ended, seen=now
+                )
+        return self._signs
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """One more layer is watched; the first starts the thread."""
+        self._open += 1
+        self.publish()
+        if self._thread is None:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="megamoe-watchdog", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self.end)
+
+    def close(self) -> None:
+        """One layer fewer; the last stops the thread."""
+        self._open -= 1
+        if self._open == 0 and self._thread is not None:
+            atexit.unregister(self.end)
+            self._halt()
+
+    def end(self) -> None:
+        """At the interpreter's exit: the others must not wait for a sign of life."""
+        self._halt()
+        try:
+            self.publish(ended=True)
+        except RuntimeError:
+            return
+
+    def _halt(self) -> None:
+        thread, self._thread = self._thread, None
+        self._stop.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def publish(self, *, ended: bool = False) -> None:
+        self._beats += 1
+        where = self._where
+        prefix = "after " if isinstance(where, Step) and where not in self._inside else ""
+        sign = [self._beats, self.entered, f"{prefix}{where}", ended]
+        self.store.set(f"life/{self.rank}", json.dumps(sign))
+
+    def _run(self, stop: threading.Event) -> None:
+        looked = time.monotonic()
+        while not stop.wait(min(1.0, self.timeout / 10)):
+            calls = list(self._inside.items())  # at once: calls come and go meanwhile
+            inside = min(calls, key=lambda call: call[1], default=None)
+            try:
+                self.publish()
+                text = None
+                if self.failure is not None:
+                    text = self.failure
+                elif self.polling:
+                    continue
+                elif inside is not None:
+                    text = self.verdict(*inside)
+                elif time.monotonic() - looked > self.timeout / 4:
+                    looked = time.monotonic()
+                    text = self.verdict(None, self._since)
+            except RuntimeError as error:
+                if inside is None:
+                    return  # the group is gone, and nobody waits for it
+                text = store_gone(self, error)
+            if text is not None:
+                self._announce(text, stop)
+                return
+
+    def _announce(self, text: str, stop: threading.Event) -> None:
+        """Fail, and end the process where no call comes back to raise it."""
+        self.fail(text)
+        if self.on_failure == "raise" or self.told.wait(GRACE) or stop.is_set():
+            return
+        print(f"megamoe: rank {self.rank} aborts: {text}", file=sys.stderr, flush=True)
+        self._abort()
+
+
+def store_gone(watchdog: Watchdog, error: Exception) -> str:
+    """The group's store lives in rank 0 or in the launcher."""
+    seen = ", ".join(f"rank {r} in {s.where}" for r, s in sorted(watchdog._signs.items()))
+    return (
+        "the process that holds the group's store (rank 0, or the launcher) is gone"
+        f"{'; last seen: ' + seen if seen else ''} ({type(error).__name__})"
+    )
