@@ -31,11 +31,15 @@ Load = Callable[[str], Any]
 
 
 def seeded_bytes(name: str, *shape: int, below: int = 256) -> torch.Tensor:
-    """Return uint8 values below `below`, a function of `name` and shape alone."""
+    """Return uint8 values below `below`, a function of `name` and shape alone.
+
+    On the default device, so that `with torch.device("cuda")` moves a whole case.
+    """
     count = torch.Size(shape).numel()
     raw = bytearray(hashlib.shake_256(f"{name}{shape}".encode()).digest(2 * count) or b"\0\0")
     wide = torch.frombuffer(raw, dtype=torch.uint8)[: 2 * count].view(count, 2).to(torch.int32)
-    return ((wide[:, 0] * 256 + wide[:, 1]) % below).to(torch.uint8).view(shape)
+    values = ((wide[:, 0] * 256 + wide[:, 1]) % below).to(torch.uint8).view(shape)
+    return values.to(torch.get_default_device())
 
 
 def fp4(name: str, *shape: int, negative_zero: bool = True) -> torch.Tensor:
@@ -248,7 +252,7 @@ def _standalone_nvfp4_theirs(load: Load) -> Tensors:
 def _standalone_mxfp4_ours() -> Tensors:
     # Scales of 2**-5 to 2**6: the window's own, so that no byte changes.
     weights = layout.pack_standalone_mxfp4(mxfp4_experts(122, 133, negative_zero=False))
-    assert torch.equal(weights.l1_global, torch.ones(E))
+    assert torch.equal(weights.l1_global, torch.ones(E, dtype=torch.float32))
     return weights.l1, weights.l2
 
 
@@ -418,7 +422,7 @@ def digest(tensors: Tensors) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
-        sha.update(bytes(as_bytes(tensor).numpy()))
+        sha.update(bytes(as_bytes(tensor).cpu().numpy()))
     return sha.hexdigest()
 
 

@@ -12,7 +12,7 @@ from layout_values import e8m0_values, fp8_values, mxfp4_values, nvfp4_values
 
 from megamoe.errors import BadInput
 from megamoe.kernels import layout
-from megamoe.kernels.layout import CanonicalExperts
+from megamoe.kernels.layout import CanonicalExperts, e4m3, mxfp4_window, nvfp4_balance, standalone
 
 Maker = Callable[[int, int, int], CanonicalExperts]
 
@@ -395,6 +395,37 @@ def test_kernel_strides() -> None:
     for leg4 in (packed.fc1, packed.fc2, nv.fc1, nv.fc2):
         assert leg4.scales.is_contiguous()
         assert torch.equal(leg4.unit, torch.ones(1))
+
+
+def test_neither_default_device_nor_default_dtype_matters() -> None:
+    """Loaders of models change both, and tables are cached."""
+    wanted = [cases.digest(case.ours()) for case in cases.CASES]
+    experts = mxfp4(1, 128, 128)
+    scale = cases.scales_of(experts)[0]
+    tables = (e4m3.values, e4m3.fp4_products, e4m3.fp4_product_errors)
+    tables += (mxfp4_window._divided_codes, mxfp4_window._divided_bytes)
+    tables += (mxfp4_window._divided_errors, nvfp4_balance._halved_magnitudes)
+    for table in (*tables, standalone._mxfp4_decoder_errors):
+        table.cache_clear()
+    fp8_one = tensor_fp8(1, 64, 64)
+    balanced = torch.tensor([[[0x7E]]], dtype=torch.uint8), torch.ones(1)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            layout.window_exactness(experts.w13, scale)
+            layout.standalone_mxfp4_exactness(experts.w13, scale)
+            layout.pull_nvfp4_exactness(experts.w13[:1, :1, :8], balanced[0])
+            layout.standalone_nvfp4_operand(experts.w13[:1, :1, :8], balanced[0])
+            layout.balance_nvfp4(experts.w13[:1, :1, :8], *balanced, top=layout.STANDALONE_TOP)
+            layout.pack_pull_mxfp4(experts)
+            per_tensor = layout.pack_pull_fp8_per_tensor(
+                fp8_one, fc1_activation_scale=0.5, fc2_activation_scale=0.5
+            )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert per_tensor.fc1.activation_scale is not None
+    assert per_tensor.fc1.activation_scale.dtype == torch.float32
+    assert [cases.digest(case.ours()) for case in cases.CASES] == wanted
 
 
 # --- refusals -------------------------------------------------------------------------------------

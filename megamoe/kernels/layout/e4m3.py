@@ -1,4 +1,7 @@
-"""FP8 E4M3 as tables: its values, the nearest code, and FP4 times block scale in one code."""
+"""FP8 E4M3 as tables: its values, the nearest code, and FP4 times block scale in one code.
+
+Tables are made on the CPU whatever the default device is: loaders of models change that.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ FP4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 @functools.cache
 def values() -> torch.Tensor:
     """Return the value of each E4M3 code: fp64 [256], NaN at 0x7F and 0xFF."""
-    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     return codes.view(torch.float8_e4m3fn).to(torch.float64)
 
 
@@ -49,7 +52,7 @@ def fp4_products(shift: int) -> torch.Tensor:
     (0x7F), as there.
     """
     scales = values()[:127].to(torch.float32)
-    magnitudes = torch.tensor(FP4_MAGNITUDES, dtype=torch.float32)
+    magnitudes = torch.tensor(FP4_MAGNITUDES, dtype=torch.float32, device="cpu")
     products = scales[:, None] * magnitudes * 2.0**shift  # exact: at most 6 significant bits
     # Written out, since the cast saturates in some versions of PyTorch and gives NaN in others.
     codes = products.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -59,7 +62,7 @@ def fp4_products(shift: int) -> torch.Tensor:
 @functools.cache
 def fp4_product_errors(shift: int) -> torch.Tensor:
     """Return the relative error of each of `fp4_products`: fp64 [127, 8], inf where it is NaN."""
-    magnitudes = torch.tensor(FP4_MAGNITUDES, dtype=torch.float64)
+    magnitudes = torch.tensor(FP4_MAGNITUDES, dtype=torch.float64, device="cpu")
     true = values()[:127, None] * magnitudes * 2.0**shift
     got = values()[fp4_products(shift).long()]
     error = torch.where(true == 0, 0.0, (got - true) / true)

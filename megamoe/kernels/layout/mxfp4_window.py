@@ -124,7 +124,7 @@ def _raised(
 @functools.cache
 def _divided_codes() -> torch.Tensor:
     """Return code / 2**raised as a code: uint8 [_FLUSHED + 1, 16]; ties away from zero."""
-    table = torch.zeros(_FLUSHED + 1, 16, dtype=torch.uint8)
+    table = torch.zeros(_FLUSHED + 1, 16, dtype=torch.uint8, device="cpu")
     for raised in range(_FLUSHED + 1):
         for code, halves in enumerate(_HALVES):
             distance = [abs((h << raised) - halves) for h in _HALVES]
@@ -138,14 +138,17 @@ def _divided_codes() -> torch.Tensor:
 @functools.cache
 def _divided_bytes() -> torch.Tensor:
     """Return `_divided_codes` for two codes at once: uint8, flat [(_FLUSHED + 1) * 256]."""
-    codes = unpack_codes(torch.arange(256, dtype=torch.uint8)).view(256, 2).long()
+    every = torch.arange(256, dtype=torch.uint8, device="cpu")
+    codes = unpack_codes(every).view(256, 2).long()
     return pack_codes(_divided_codes()[:, codes]).flatten()
 
 
 @functools.cache
 def _divided_errors() -> torch.Tensor:
     """Return the relative error of each divided magnitude: fp64 [_FLUSHED + 1, 8]."""
-    halves = torch.tensor(_HALVES, dtype=torch.float64)
-    powers = torch.tensor([[2.0**raised] for raised in range(_FLUSHED + 1)], dtype=torch.float64)
+    halves = torch.tensor(_HALVES, dtype=torch.float64, device="cpu")
+    powers = torch.tensor(
+        [[2.0**raised] for raised in range(_FLUSHED + 1)], dtype=torch.float64, device="cpu"
+    )
     got = halves[_divided_codes()[:, :8].long()] * powers
     return torch.where(halves == 0, 0.0, (got - halves) / halves)

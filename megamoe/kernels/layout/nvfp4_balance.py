@@ -185,7 +185,7 @@ def _recode(
 @functools.cache
 def _halved_magnitudes() -> torch.Tensor:
     """Return code / 2**doublings as a magnitude code, -1 where there is none: int8 [4, 8]."""
-    table = torch.full((_DOUBLINGS + 1, 8), -1, dtype=torch.int8)
+    table = torch.full((_DOUBLINGS + 1, 8), -1, dtype=torch.int8, device="cpu")
     for doublings in range(_DOUBLINGS + 1):
         for code, value in enumerate(FP4_MAGNITUDES):
             if value / 2**doublings in FP4_MAGNITUDES:

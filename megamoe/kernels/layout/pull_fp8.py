@@ -123,13 +123,13 @@ def pack_pull_fp8_per_tensor(
         fc1=PullFp8Leg(
             weight=interleave_gate_up(merged.view(experts.w13.shape), PULL_ROWS).transpose(1, 2),
             scale=_unit_plane(count, 2 * width, hidden, device),
-            activation_scale=torch.tensor([fc1_activation_scale], device=device),
+            activation_scale=_fp32(fc1_activation_scale, device),
             weight_scale=shared.view(count),
         ),
         fc2=PullFp8Leg(
             weight=experts.w2.contiguous().transpose(1, 2),
             scale=_unit_plane(count, hidden, width, device),
-            activation_scale=torch.tensor([fc2_activation_scale], device=device),
+            activation_scale=_fp32(fc2_activation_scale, device),
             weight_scale=w2_scale.contiguous(),
         ),
         exactness=exactness,
@@ -144,6 +144,10 @@ def unpack_pull_fp8_per_tensor(weights: PullFp8Weights) -> CanonicalExperts:
         w2=weights.fc2.weight.transpose(1, 2),
         w2_scale=weights.fc2.weight_scale,
     )
+
+
+def _fp32(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def _unit_plane(experts: int, rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -222,7 +222,9 @@ def _mxfp4_canonical(
 @functools.cache
 def _mxfp4_decoder_errors() -> torch.Tensor:
     """Return the decoder's relative error by scale byte and magnitude: fp64 [256, 8]."""
-    scales = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64)
-    true = scales[:, None] * torch.tensor(FP4_MAGNITUDES, dtype=torch.float64)
+    scales = torch.tensor(
+        [2.0 ** (byte - 127) for byte in range(256)], dtype=torch.float64, device="cpu"
+    )
+    true = scales[:, None] * torch.tensor(FP4_MAGNITUDES, dtype=torch.float64, device="cpu")
     got = torch.where(true < 2.0**-6, 0.0, true.clamp(max=E4M3_MAX))
     return torch.where(true == 0, 0.0, (got - true) / true)
