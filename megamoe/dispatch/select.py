@@ -9,10 +9,33 @@ from megamoe.errors import Unsupported, bad_input
 from megamoe.kernels.base import Kernel
 from megamoe.kernels.reference import Reference
 from megamoe.kernels.sm90_pull_bf16 import Sm90PullBf16
+from megamoe.kernels.sm90_pull_fp8 import Sm90PullFp8
+from megamoe.kernels.sm90_pull_mxfp4 import Sm90PullMxfp4
+from megamoe.kernels.sm90_pull_nvfp4 import Sm90PullNvfp4
+from megamoe.kernels.sm90_push_bf16 import Sm90PushBf16
+from megamoe.kernels.sm90_push_fp8 import Sm90PushFp8
+from megamoe.kernels.sm90_standalone_mxfp4 import Sm90StandaloneMxfp4
+from megamoe.kernels.sm90_standalone_nvfp4 import Sm90StandaloneNvfp4
+from megamoe.kernels.torch_grouped import TorchGrouped
 from megamoe.problem import Machine, Recipe, Request
 
 # Preference is this order.
-KERNELS: tuple[type[Kernel], ...] = (Sm90PullBf16, Reference)
+KERNELS: tuple[type[Kernel], ...] = (
+    # A checkpoint's own format first: a fourth or half of BF16's bytes to hold and to read. Of two
+    # kernels for one format, the one that keeps the weights' values; of equals, pull before
+    # standalone, which pads every rank to the same count and shares no GPU.
+    Sm90PullMxfp4,
+    Sm90StandaloneMxfp4,
+    Sm90PullNvfp4,
+    Sm90StandaloneNvfp4,
+    Sm90PushFp8,
+    Sm90PullFp8,
+    # Pull rounds once less than push, clamps as models do, and is not built by nvcc at first use.
+    Sm90PullBf16,
+    Sm90PushBf16,
+    TorchGrouped,
+    Reference,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,8 @@ class SharedFFN:
         self.w13, self.w2 = matrix(weights.w13), matrix(weights.w2)
         on_gpu = weights.device.type == "cuda"
         self.wide = torch.float32 if on_gpu else torch.float64
-        self.b13 = None if weights.b13 is None else weights.b13[0].to(self.wide)
-        self.b2 = None if weights.b2 is None else weights.b2[0].to(self.wide)
+        self.b13 = None if weights.b13 is None else weights.b13[0].to(torch.float32)
+        self.b2 = None if weights.b2 is None else weights.b2[0].to(torch.float32)
         self.stream = torch.cuda.Stream(weights.device) if on_gpu else None
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
@@ -75,19 +75,14 @@ class SharedFFN:
             gate = gate.clamp(max=limit)
             gate = gate.clamp(min=-limit) if self.activation.symmetric else gate
             up = up.clamp(-limit, limit)
+        gate, up = gate.to(self.wide), up.to(self.wide)
         s = (up + self.activation.up_offset) * gate * torch.sigmoid(self.activation.alpha * gate)
-        y = self._product(narrow(s), self.w2)
-        return narrow(y if self.b2 is None else y + self.b2)
+        y = self._product(s.to(torch.float32).to(torch.bfloat16), self.w2)
+        return (y if self.b2 is None else y + self.b2).to(torch.bfloat16)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        """a BF16 [n, k] times b [m, k] transposed, accumulated and returned wide."""
+        """a BF16 [n, k] times b [m, k] transposed, float32."""
         if a.is_cuda and b.dtype == torch.bfloat16:
-            result: Tensor = torch.mm(a, b.T, out_dtype=self.wide)
+            result: Tensor = torch.mm(a, b.T, out_dtype=torch.float32)
             return result
-        product = a.to(self.wide) @ b.to(self.wide).T
-        return product.to(torch.float32).to(self.wide)
-
-
-def narrow(values: Tensor) -> Tensor:
-    """To BF16 through float32."""
-    return values.to(torch.float32).to(torch.bfloat16)
+        return (a.to(self.wide) @ b.to(self.wide).T).to(torch.float32)
