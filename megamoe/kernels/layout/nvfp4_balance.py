@@ -70,14 +70,15 @@ def balance_nvfp4(
     for expert in range(experts):
         shared, wanted = _share(scales[expert], halves[expert], top, expert)
         out_global[expert] = shared
-        moved = wanted != values().to(scales.device)[scales[expert].long()]
-        if payload.numel() and bool(moved.any()):
+        moved = nearest(wanted)
+        out_scales[expert] = moved.view(torch.uint8)
+        # Almost all blocks are done with that; the others need their codes, too.
+        hard = moved.to(torch.float64) != wanted
+        if payload.numel() and bool(hard.any()):
             codes = unpack_codes(payload[expert]).view(*scales.shape[1:], NVFP4_BLOCK)
-            new_codes, new_scales, error = _recode(codes[moved], wanted[moved])
-            codes[moved] = new_codes
+            codes[hard], out_scales[expert][hard], error = _recode(codes[hard], wanted[hard])
             out_payload[expert] = pack_codes(codes.flatten(-2))
-            out_scales[expert][moved] = new_scales
-            counts[expert][moved] = (error != 0).sum(-1)
+            counts[expert][hard] = (error != 0).sum(-1)
             worst = max(worst, float(error.abs().max()))
     exactness = Exactness(counts=counts, elements=payload.numel() * 2, worst=worst)
     return BalancedNvfp4(
@@ -153,7 +154,7 @@ def _share(
 def _recode(
     codes: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Express blocks of codes [B, 16] times fp64 scales [B] with E4M3 scales.
+    """Express blocks of codes [B, 16] times fp64 scales [B] (no E4M3 numbers) with E4M3 scales.
 
     Returns the codes, the scale bytes, and the relative error of each element (fp64 [B, 16]).
     """

@@ -61,13 +61,17 @@ def fp4_exactness(
     for the block), `errors` fp64 [R, 8] by magnitude code. One expert at a time, to bound the
     temporaries.
     """
-    table = errors.to(payload.device).flatten()
+    table = errors.to(payload.device)
+    fallible = (table != 0).any(-1)
     counts = torch.zeros(rows.shape, dtype=torch.int64, device=payload.device)
     worst = 0.0
     for expert in range(payload.shape[0]):
-        magnitude = (unpack_codes(payload[expert]) & 7).view(*rows.shape[1:], block)
-        error = table[rows[expert].long().unsqueeze(-1) * 8 + magnitude]
-        counts[expert] = (error != 0).sum(-1)
-        if error.numel():
-            worst = max(worst, float(error.abs().max()))
+        row = rows[expert].long()
+        which = fallible[row]
+        if not bool(which.any()):
+            continue
+        bytes_ = payload[expert].reshape(*row.shape, block // 2)[which]
+        error = table.flatten()[row[which].unsqueeze(-1) * 8 + (unpack_codes(bytes_) & 7)]
+        counts[expert][which] = (error != 0).sum(-1)
+        worst = max(worst, float(error.abs().max()))
     return Exactness(counts=counts, elements=payload.numel() * 2, worst=worst)
