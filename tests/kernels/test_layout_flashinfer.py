@@ -14,7 +14,7 @@ import torch
 
 from megamoe.kernels import layout
 from megamoe.kernels.layout import mxfp4_window
-from megamoe.kernels.layout.e4m3 import fp4_products
+from megamoe.kernels.layout.e4m3 import FP4_MAGNITUDES, fp4_products
 
 CASES = pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 
@@ -122,3 +122,39 @@ def test_standalone_decoder_tables(load: cases.Load) -> None:
     table = [list(bytes.fromhex(x)[::-1] + bytes.fromhex(y)[::-1]) for x, y in rows]
     assert len(table) == 128
     assert fp4_products(0).tolist() == table[:127]
+
+
+def kernel_text(name: str) -> str:
+    root = fi.flashinfer_root()
+    assert root is not None
+    return root.joinpath(*fi.PULL.split(".")[1:], name).read_text()
+
+
+@pytest.mark.usefixtures("load")
+def test_pull_mxfp4_decoder() -> None:
+    """The decoder's table for an offset, a multiply-add, is exactly code * 2**(offset - 6)."""
+    text = kernel_text("src/moe_hopper_fp8/mxfp4_cutedsl.py")
+    found = re.findall(r"mad\.lo\.u32 lo_lut\d, \$6, 0x(\w{8}), 0x(\w{8});", text)
+    assert len(found) == 2
+    constants = [(int(factor, 16), int(base, 16)) for factor, base in found]
+    for offset in range(1, mxfp4_window.WINDOW + 2):
+        words = [(offset * factor + base) % 2**32 for factor, base in constants]
+        codes = b"".join(word.to_bytes(4, "little") for word in words)
+        table = torch.tensor(list(codes), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        wanted = torch.tensor(FP4_MAGNITUDES) * 2.0 ** (offset - 6)
+        assert torch.equal(table.to(torch.float32), wanted)
+
+
+@pytest.mark.usefixtures("load")
+def test_pull_nvfp4_decoder() -> None:
+    """The decoder builds its table by integers from scale code 40 up: RN_E4M3(code * scale / 8)."""
+    text = kernel_text("shim/nvfp4_conversion.py")
+    (packed,) = re.findall(r"mov\.b64 tab, 0x(\w{16});", text)
+    assert "setp.ge.u32 fast, $2, 40;" in text
+    thirds = bytes.fromhex(packed)[::-1]
+    for scale in range(40, 127):
+        one = scale - 24
+        three_halves = thirds[scale & 7] + (scale & 120) - 80
+        table = [0, one - 8, one, three_halves]
+        table += [one + 8, three_halves + 8, one + 16, three_halves + 16]
+        assert table == fp4_products(-3)[scale].tolist()
