@@ -664,7 +664,8 @@ def error_bound(values: Tensor, q: Quantised) -> Tensor:
     )  # fmt: skip
     ratio = exact / divisor
     rounding = (_rounding_bound(ratio, element) + 4 * 2.0**-24 * ratio.abs()) * scale
-    bound = rounding + ratio.abs() * (scale - divisor).abs()
+    # The last addend is what float32 loses of a number below its normal range.
+    bound = rounding + ratio.abs() * (scale - divisor).abs() + 2.0**-150
     # A divisor that underflowed made every element zero or the greatest.
     return torch.where(divisor == 0, exact.abs() + element.max * scale, bound)
 

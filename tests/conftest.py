@@ -1,6 +1,11 @@
-"""Hypothesis without deadlines (shared cores), and few examples: small domains are exhausted."""
+"""One thread a worker; Hypothesis without deadlines and with few examples: small domains are
+exhausted instead.
+"""
 
+import torch
 from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # pytest-xdist brings the parallelism; threads on top of it only spin
 
 settings.register_profile(
     "megamoe",
