@@ -490,18 +490,23 @@ def _untiled(tiles: Tensor, shape: tuple[int, ...], row_groups: int) -> Tensor:
     return values[..., : rows // row_groups, :columns].reshape(shape)
 
 
+def _single(value: float) -> float:
+    """A rule's constant as float32 code has it."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
 def _scales(amax: Tensor, fmt: Format, multiplier: Tensor | None) -> Tensor:
     """Each block's scale from its greatest magnitude: float64, exact in the scale's element."""
     rule, element = fmt.rule, fmt.scale
     assert rule is not None
     assert element is not None
     if rule.kind == "static":
-        return torch.full_like(amax, rule.top)
-    top = torch.tensor(rule.top, dtype=F64, device=amax.device)
+        return round_to(torch.full_like(amax, rule.top), element)
+    top = rn32(torch.tensor(rule.top, dtype=F64, device=amax.device)).to(F64)
     if rule.kind == "two_level":
         assert multiplier is not None
         top = rn32(top * multiplier).to(F64)
-    raised = amax.clamp(min=rule.amax_floor)
+    raised = amax.clamp(min=_single(rule.amax_floor))
     if rule.quotient == "divide":
         scale = rn32(raised / top).to(F64)
     else:
@@ -513,9 +518,10 @@ def _scales(amax: Tensor, fmt: Format, multiplier: Tensor | None) -> Tensor:
     elif rule.kind == "power_of_two_up":
         above = (scale.view(torch.int64) & ((1 << 52) - 1)) != 0
         scale = power_of_two((exponent_of(scale) + above).clamp(-127, 127))
-    coded = round_to(scale.clamp(min=rule.scale_floor), element)
+    coded = round_to(scale.clamp(min=_single(rule.scale_floor)), element)
     if rule.zero_scale is not None:
-        coded = torch.where((amax == 0) | (scale == 0) | (coded == 0), rule.zero_scale, coded)
+        zero = (amax == 0) | (scale == 0) | (coded == 0)
+        coded = torch.where(zero, rule.zero_scale, coded)
     return torch.where(amax.isfinite(), coded, math.nan)
 
 

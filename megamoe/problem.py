@@ -439,6 +439,18 @@ class Recipe:
     combine: Literal["slots", "experts", "ranks"] = "slots"
     partial: Element | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("act", "mid"):
+            fmt: Format = getattr(self, name)
+            static = fmt.rule is not None and fmt.rule.kind == "static"
+            if (fmt.scale is not None and fmt.block[0] != 1 and not static) or (
+                fmt.global_scale != "none"
+            ):
+                raise bad_input(
+                    f"recipe.{name}", fmt, "makes one scale for several tokens",
+                    "use a format of one row a block, so that no token's bits depend on its batch",
+                )  # fmt: skip
+
     def __str__(self) -> str:
         return self.name
 

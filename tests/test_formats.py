@@ -447,12 +447,12 @@ def test_ocp_scales_let_elements_saturate() -> None:
 def test_floors_raise_small_values() -> None:
     floored = ScaleRule(kind="amax", top=448.0, amax_floor=1e-4)
     lowest = float(f32(1e-4) / f32(448))
-    assert scales_of(ruled(floored), 0.0, 1e-5, 2e-4) == [
-        pytest.approx(lowest, rel=2.0**-23), pytest.approx(lowest, rel=2.0**-23),
-        float(f32(2e-4) / f32(448)),
-    ]  # fmt: skip
+    above = float(f32(2e-4) / f32(448))
+    assert scales_of(ruled(floored), 0.0, 1e-5, 2e-4) == [lowest, lowest, above]
     scaled = ScaleRule(kind="amax", top=448.0, scale_floor=2.0**-9, zero_scale=1.0)
     assert scales_of(ruled(scaled), 0.0, 1e-5, 448.0) == [1.0, 2.0**-9, 1.0]
+    decimal = ScaleRule(kind="amax", top=448.0, scale_floor=1e-30)
+    assert scales_of(ruled(decimal), 0.0, 1e-31) == [float(f32(1e-30))] * 2
 
 
 @pytest.mark.parametrize(
@@ -549,6 +549,9 @@ def test_static_scales_ignore_the_values() -> None:
     assert q.scale is not None
     assert q.scale.tolist() == [[0.5], [0.5]]
     assert dequantise(q).tolist() == [[224.0, 1.0], [0.0, -224.0]]
+    decimal = quantise(torch.ones(1, 4), ruled(ScaleRule(kind="static", top=0.1), width=0))
+    # 1 / RN32(0.1) rounds to 10, times RN32(0.1) itself.
+    assert set(dequantise(decimal).flatten().tolist()) == {10 * float(f32(0.1))}
 
 
 @each_format
