@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megamoe.errors import bad_input
 from megamoe.formats import Format
-from megamoe.problem import Activation, Machine, MoEWeights, Recipe, Request
+from megamoe.problem import Activation, ExpertWeights, Machine, MoEWeights, Recipe, Request
 
 Feature = Literal[
     "any device",  # runs on a CPU too
@@ -152,6 +152,14 @@ class Kernel(abc.ABC):
     def must_agree(cls, weights: MoEWeights, context: Context) -> Mapping[str, str]:
         """What has to be equal on all ranks before ``prepare`` may be called: scales, say."""
         return {}
+
+    @classmethod
+    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
+        """The experts as the kernel multiplies with them: the same values where it holds them all.
+
+        Where a datasheet says that weights are rounded, a verdict on the kernel takes these.
+        """
+        return experts
 
     @classmethod
     @abc.abstractmethod

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megamoe.errors import MegaMoEError, RankFailure, Unsupported, bad_input
-from megamoe.kernels.base import Batch, Context, Datasheet
+from megamoe.errors import Unsupported, bad_input
+from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
+from megamoe.kernels.layout import StandaloneWeights
 
 LEAST = "0.7.4"
-
-T = TypeVar("T")
 
 
 def load(module: str) -> Any:
@@ -49,37 +49,17 @@ def build(module: Any, name: str, fields: Mapping[str, Any]) -> Any:
 # --- the ranks ----------------------------------------------------------------------------------
 
 
-def agreed(context: Context, pack: Callable[[], T]) -> T:
-    """``pack()``, once it succeeded on every rank: raised on every rank where it failed on one.
+def together(context: Context) -> None:
+    """Wait until every rank has packed its weights; RankFailure naming one that could not.
 
-    What a checkpoint's values forbid is found while packing, and the next step is collective.
+    What a checkpoint's values forbid is found while packing, and the next step is collective in a
+    way that nobody can be called back from.
     """
-    check_group(context)
-    result, problem = None, None
-    try:
-        result = pack()
-    except MegaMoEError as error:
-        problem = error
-    messages = gathered(context, None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RankFailure(f"rank {rank} cannot prepare this layer: {message}")
-    assert result is not None
-    return result
-
-
-def gathered(context: Context, value: Any) -> list[Any]:
-    """Every rank's ``value``, in rank order; collective."""
-    world = context.request.world_size
-    if world == 1:
-        return [value]
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * world
-    dist.all_gather_object(values, value, group=context.group)
-    return values
+    check_ranks(context)
+    if context.request.world_size == 1:
+        _check_default_group(context)
+    if context.peers is not None:
+        context.peers.gather("packed", "")
 
 
 @contextlib.contextmanager
@@ -112,26 +92,17 @@ def _backend(group: Any) -> str:
     return str(dist.get_backend(group))
 
 
-def check_group(context: Context) -> None:
-    """Refuse a group that is not the layer's ranks: FlashInfer would take the default group for it.
-
-    On one rank without a group, a default group of more ranks would be taken.
-    """
+def _check_default_group(context: Context) -> None:
+    """On one rank without a group FlashInfer takes the default group: refuse one of more ranks."""
     import torch.distributed as dist
 
-    world = context.request.world_size
     if not (dist.is_available() and dist.is_initialized()):
-        if world > 1:
-            raise bad_input(
-                "group", "None", f"is not the {world} ranks of the layer",
-                "call torch.distributed.init_process_group first",
-            )  # fmt: skip
         return
     found = dist.get_world_size(context.group)
-    if found != world:
+    if found != 1:
         raise bad_input(
-            "group", f"of {found} ranks", f"is not the {world} ranks of the layer",
-            "pass the expert-parallel group (torch.distributed.new_group makes one)",
+            "group", f"of {found} ranks", "is not the one rank of the layer",
+            "pass a group of this rank alone (torch.distributed.new_group makes one)",
         )  # fmt: skip
 
 
@@ -209,10 +180,12 @@ def _ordinal(device: torch.device) -> int | None:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def warmup_batch(context: Context, sheet: Datasheet) -> tuple[Batch, Tensor]:
-    """A full batch over all experts, of zeros, and where its output goes."""
+def warmup_batch(
+    context: Context, sheet: Datasheet, tokens: int | None = None
+) -> tuple[Batch, Tensor]:
+    """A batch of zeros over all experts, full where not said, and where its output goes."""
     request, device = context.request, context.device
-    n, k = request.max_tokens_per_rank, request.top_k
+    n, k = tokens or request.max_tokens_per_rank, request.top_k
     x = torch.zeros(n, request.hidden_size, dtype=torch.bfloat16, device=device)
     ids = torch.arange(n * k, device=device).view(n, k) % request.num_experts
     weights = torch.full((n, k), 1.0 / k, dtype=torch.float32, device=device)
@@ -222,3 +195,113 @@ def warmup_batch(context: Context, sheet: Datasheet) -> tuple[Batch, Tensor]:
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# --- the buffers of flashinfer.megamoe ----------------------------------------------------------
+
+
+class SharedBuffer:
+    """One ``MegaMoESymmBuffer``, shared by all layers of one geometry: they run one after another.
+
+    Opening is collective; so is closing, of which the last one frees it.
+    """
+
+    _open: ClassVar[dict[tuple[Any, ...], SharedBuffer]] = {}
+
+    @classmethod
+    def of(cls, context: Context) -> SharedBuffer:
+        request = context.request
+        limit = request.activation.limit
+        fields = {
+            "num_experts": request.num_experts,
+            "num_max_tokens_per_rank": request.max_tokens_per_rank,
+            "num_topk": request.top_k,
+            "hidden": request.hidden_size,
+            "intermediate_hidden": request.intermediate_size,
+            "activation_clamp": math.inf if limit is None else float(limit),
+        }
+        # Threads of one process can be ranks, so the rank is part of the key.
+        key = (id(context.group), context.rank, context.device, *fields.values())
+        found = cls._open.get(key)
+        if found is None:
+            found = cls._open[key] = cls(context, key, fields)
+        found.users += 1
+        return found
+
+    def __init__(self, context: Context, key: tuple[Any, ...], fields: dict[str, Any]) -> None:
+        self.key, self.users = key, 0
+        self.api = load("megamoe")
+        self.group, self.owned = _group(context)
+        self.buffer = build(self.api, "MegaMoESymmBuffer", {"group": self.group, **fields})
+        # The kernel writes as many rows as all ranks agreed on, the caller wants this rank's.
+        self.rows = torch.empty(
+            context.request.max_tokens_per_rank,
+            context.request.hidden_size,
+            dtype=torch.bfloat16,
+            device=context.device,
+        )
+
+    def run(
+        self,
+        entry: str,
+        packed: StandaloneWeights,
+        rows: tuple[Tensor, Tensor],
+        batch: Batch,
+        out: Tensor,
+        **options: Any,
+    ) -> None:
+        """Stage codes and scales with the batch's routing, launch, and hand over ``out``'s rows."""
+        count = batch.x.shape[0]
+        if count == 0:
+            return  # then no rank has a token, and the kernel takes no empty batch
+        self.buffer.stage(*rows, batch.ids, batch.weights)
+        y = out if out.shape[0] == count else self.rows[:count]
+        getattr(self.api, entry)(
+            y,
+            packed.l1,
+            packed.l2,
+            self.buffer,
+            num_tokens=count,
+            l1_global_scales=packed.l1_global,
+            l2_global_scales=packed.l2_global,
+            **options,
+        )
+        if y is not out:
+            out.copy_(y[: out.shape[0]])
+
+    def plans(self) -> list[int]:
+        """Token counts, up to the capacity, of which each needs another MXFP4 kernel; ascending."""
+        b = self.buffer
+        geometry = (
+            b.num_sms, self.group.size(), b.num_experts, b.num_topk, b.hidden,
+            b.intermediate_hidden, b.num_max_tokens_per_rank,
+        )  # fmt: skip
+        first: dict[Any, int] = {}
+        for tokens in range(1, b.num_max_tokens_per_rank + 1):
+            first.setdefault(self.api.select_mxfp4_fused_plan(*geometry, tokens), tokens)
+        return list(first.values())
+
+    def close(self) -> None:
+        self.users -= 1
+        if self.users:
+            return
+        del self._open[self.key]
+        self.buffer.destroy()
+        if self.owned:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def _group(context: Context) -> tuple[Any, bool]:
+    """The ranks' process group, and whether it was made here: symmetric memory wants one of one
+    rank too."""
+    import torch.distributed as dist
+
+    if context.group is not None:
+        return context.group, False
+    made = not dist.is_initialized()
+    if made:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(store=store, rank=0, world_size=1)
+    return dist.group.WORLD, made

@@ -1,4 +1,4 @@
-"""What enters a kernel besides its layout: experts under a checkpoint's names, activations in codes.
+"""What enters a kernel besides its layout: experts as checkpoints name them, activations in codes.
 
 A kernel that takes quantised activations gets them from here, never from its own staging, so that
 what it computes with is what the reference judges.
@@ -6,6 +6,8 @@ what it computes with is what the reference judges.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -16,15 +18,15 @@ from megamoe.formats import (
     BF16,
     E4M3,
     E8M0,
-    FP32,
     FP8_BLOCK128,
+    FP32,
     Format,
     Quantised,
     ScaleRule,
     dequantise,
     quantise,
 )
-from megamoe.kernels.layout import CanonicalExperts
+from megamoe.kernels.layout import CanonicalExperts, balance_nvfp4, neutral_zero_blocks
 from megamoe.problem import ExpertWeights
 
 PIECE: Final = 1 << 24  # elements held in float64 at once
@@ -41,6 +43,17 @@ PULL_MID: Final = Format(
 """How the SM90 pull kernels requantise FC2's input: amax times the rounded reciprocal of 448, at
 least 1e-30, elements times the scale's rounded reciprocal.
 (moe_hopper_fp8/epilogue_fp8.py `_run_fc1_epilogue_blockwise`, epilogue_fp8_swapab.py)"""
+
+STANDALONE_MID: Final = Format(
+    name="fp8_1x128_up",
+    element=E4M3,
+    block=(1, 128),
+    scale=FP32,
+    rule=ScaleRule(kind="power_of_two_up", top=448.0, quotient="reciprocal"),
+)
+"""How the SM90 standalone kernels requantise FC2's input: the power of two at or above amax times
+the rounded reciprocal of 448. (data/include/flashinfer/megamoe/detail/common.cuh
+`get_e4m3_sf_and_sf_inv`)"""
 
 FP8_MATRIX: Final = Format(name="fp8_matrix", element=E4M3, scale=FP32)
 """E4M3 under one scale a matrix, gate and up together: as kernels hold what they decode."""
@@ -66,9 +79,19 @@ def canonical(experts: ExpertWeights) -> CanonicalExperts:
         w2=experts.w2.data,
         w13_scale=_scale(experts.w13),
         w2_scale=_scale(experts.w2),
-        w13_global=experts.w13.global_scale,
-        w2_global=None if experts.w2.global_scale is None else experts.w2.global_scale[:, 0],
+        w13_global=_global(experts.w13),
+        w2_global=_global(experts.w2),
     )
+
+
+def _global(q: Quantised) -> Tensor | None:
+    """Global scales [E, groups], or [E] of one group; 1 for experts of zeros, where it is free: the
+    padding of a rank that holds none has 0, which kernels refuse."""
+    if q.global_scale is None:
+        return None
+    zero = (q.data == 0).flatten(1).all(1)
+    scale = torch.where(zero[:, None], 1.0, q.global_scale)
+    return scale if q.row_groups > 1 else scale[:, 0]
 
 
 def _scale(q: Quantised) -> Tensor | None:
@@ -100,10 +123,58 @@ def fp4(found: CanonicalExperts, fmt: Format) -> ExpertWeights:
     )
 
 
-def matrix_fp8(codes: tuple[Tensor, Tensor], factors: tuple[Tensor, Tensor]) -> ExpertWeights:
+def neutral(experts: CanonicalExperts) -> CanonicalExperts:
+    """The same MXFP4 values; the scales of all-zero blocks do not widen an expert's range."""
+    return dataclasses.replace(
+        experts,
+        w13_scale=neutral_zero_blocks(experts.w13, _given(experts.w13_scale)),
+        w2_scale=neutral_zero_blocks(experts.w2, _given(experts.w2_scale)),
+    )
+
+
+def balanced(experts: CanonicalExperts, top: float) -> CanonicalExperts:
+    """NVFP4 with one global scale a matrix, gate and up together; block scales up to ``top``."""
+    w13, w2 = (
+        balance_nvfp4(payload, _given(scale), _given(shared), top=top)
+        for payload, scale, shared in (
+            (experts.w13, experts.w13_scale, experts.w13_global),
+            (experts.w2, experts.w2_scale, experts.w2_global),
+        )
+    )
+    return CanonicalExperts(
+        w13=w13.payload,
+        w13_scale=w13.scales,
+        w13_global=w13.global_scale,
+        w2=w2.payload,
+        w2_scale=w2.scales,
+        w2_global=w2.global_scale,
+    )
+
+
+def nvfp4_operands(
+    experts: CanonicalExperts, operand: Callable[[Tensor, Tensor], Tensor], gain: float
+) -> ExpertWeights:
+    """NVFP4 experts as a kernel multiplies with them: ``operand`` codes under gain * global."""
+    return matrix_fp8(
+        (
+            operand(experts.w13, _given(experts.w13_scale)),
+            operand(experts.w2, _given(experts.w2_scale)),
+        ),
+        (gain * _given(experts.w13_global), gain * _given(experts.w2_global)),
+    )
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def matrix_fp8(
+    codes: tuple[Tensor, Tensor], factors: tuple[Tensor | None, Tensor | None]
+) -> ExpertWeights:
     """Experts as E4M3 operands [E, rows, columns] and one factor [E] each, w13 first."""
     w13, w2 = (
-        Quantised(format=FP8_MATRIX, data=data, scale=factor[:, None, None])
+        Quantised(format=FP8_MATRIX, data=data, scale=_given(factor)[:, None, None])
         for data, factor in zip(codes, factors, strict=True)
     )
     return ExpertWeights(w13=w13, w2=w2)

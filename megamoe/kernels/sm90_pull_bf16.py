@@ -46,6 +46,8 @@ class Sm90PullBf16(Kernel):
         intermediate_multiple=64,
         top_k=range(1, 33),
         clamp="upper",
+        # Unlike the other pull kernels, its final sum is not told which slots are empty.
+        empty_slots="stale",
         features=frozenset({"shared GPU", "tensor parallel", "sequence parallel"}),
         transport="NVSHMEM",
         needs=(
@@ -60,7 +62,8 @@ class Sm90PullBf16(Kernel):
 
     @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullBf16:
-        packed = flashinfer.agreed(context, lambda: pack_pull_bf16(exact_bf16(weights.experts)))
+        packed = pack_pull_bf16(exact_bf16(weights.experts))
+        flashinfer.together(context)
         layer = flashinfer.MegaLayer(
             context,
             "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig",

@@ -18,10 +18,9 @@ from emulated.compute import operand
 from megamoe.formats import (
     BF16,
     E4M3,
-    FP32,
     FP8_BLOCK128,
+    FP32,
     MXFP4,
-    PLAIN_BF16,
     Format,
     Quantised,
     ScaleRule,
@@ -206,12 +205,8 @@ class PullFp8(Backend):
         require(d1.dtype == d2.dtype == torch.float32, "float32 weight scales")
         self.fc1_scale, self.fc2_scale = float(a1), float(a2)
         found = layout.unpack_pull_fp8_per_tensor(pack)
-        assert found.w13_scale is not None and found.w2_scale is not None
         return ExpertWeights(
-            w13=Quantised(
-                format=TENSOR_FP8, data=found.w13, scale=found.w13_scale[:, None, None]
-            ),
-            w2=Quantised(format=TENSOR_FP8, data=found.w2, scale=found.w2_scale[:, None, None]),
+            w13=one_factor(found.w13, found.w13_scale), w2=one_factor(found.w2, found.w2_scale)
         )
 
     def recipe(self) -> Recipe:
@@ -378,19 +373,20 @@ def mxfp4(found: CanonicalExperts) -> ExpertWeights:
 
 def decoded(found: CanonicalExperts, decode: Any, gain: float) -> ExpertWeights:
     """NVFP4 as the kernel multiplies with it: E4M3 operands and one factor an expert."""
-
-    def one(data: Tensor, scale: Tensor | None, factor: Tensor | None) -> Quantised:
-        assert scale is not None and factor is not None
-        codes = decode(data, scale)
-        return Quantised(format=TENSOR_FP8, data=codes, scale=(factor * gain)[:, None, None])
-
+    assert found.w13_global is not None
+    assert found.w2_global is not None
     return ExpertWeights(
-        w13=one(found.w13, found.w13_scale, found.w13_global),
-        w2=one(found.w2, found.w2_scale, found.w2_global),
+        w13=one_factor(decode(found.w13, found.w13_scale), found.w13_global * gain),
+        w2=one_factor(decode(found.w2, found.w2_scale), found.w2_global * gain),
     )
 
 
+def one_factor(codes: Tensor, factor: Tensor | None) -> Quantised:
+    assert factor is not None
+    return Quantised(format=TENSOR_FP8, data=codes, scale=factor[:, None, None])
+
+
 BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (PullBf16, PushBf16, PullFp8, PullMxfp4, PullNvfp4, PushFp8)
+    backend.name: backend
+    for backend in (PullBf16, PushBf16, PullFp8, PullMxfp4, PullNvfp4, PushFp8)
 }
-assert PLAIN_BF16.element is BF16

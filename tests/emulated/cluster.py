@@ -74,7 +74,7 @@ def here(rank: int, world_size: int) -> Cluster:
         return Cluster(1)
     if (rank, world_size) != (_HERE.rank, cluster.world_size):
         raise ContractBroken(
-            f"rank {rank} of {world_size} was announced by rank {_HERE.rank} of {cluster.world_size}"
+            f"rank {_HERE.rank} of {cluster.world_size} says it is {rank} of {world_size}"
         )
     return cluster
 

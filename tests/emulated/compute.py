@@ -46,9 +46,7 @@ def launch(
     terms = torch.zeros(*mine.ids.shape, mine.experts.hidden_size, dtype=torch.float32)
     for owner, post in enumerate(posts):
         held = tuple(range(owner * each, (owner + 1) * each))
-        add_terms(
-            terms, mine.x, mine.ids, mine.weights, post.experts, held, activation, arithmetic
-        )
+        add_terms(terms, mine.x, mine.ids, mine.weights, post.experts, held, activation, arithmetic)
     return terms, reduce(terms, mine.ids, mine.weights, recipe, each)
 
 

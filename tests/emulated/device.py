@@ -169,7 +169,9 @@ class MegaLayer:
             f"hidden_states {tuple(t.hidden_states.shape)}",
         )
         require(
-            tuple(t.topk_ids.shape) == tuple(t.topk_weights.shape) == (n, self.backend.config.top_k),
+            tuple(t.topk_ids.shape)
+            == tuple(t.topk_weights.shape)
+            == (n, self.backend.config.top_k),
             f"topk of {tuple(t.topk_ids.shape)}",
         )
         require(t.topk_ids.dtype in self.backend.ids, f"topk_ids of {t.topk_ids.dtype}")

@@ -173,11 +173,13 @@ PUSH_BF16_WEIGHTS = dict(
 
 
 def record(name: str, fields: dict[str, Any]) -> type:
-    """A dataclass of that name: unknown and missing fields raise TypeError, as the real one does."""
+    """A dataclass of that name: unknown and missing fields raise TypeError, as there."""
     return dataclasses.make_dataclass(
         name,
         [
-            (field, Any) if default is REQUIRED else (field, Any, dataclasses.field(default=default))
+            (field, Any)
+            if default is REQUIRED
+            else (field, Any, dataclasses.field(default=default))
             for field, default in sorted(fields.items(), key=lambda f: f[1] is not REQUIRED)
         ],
         eq=False,

@@ -6,7 +6,7 @@ over any placement must give the bits of the reference on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -21,10 +21,6 @@ from emulated.device import Device, emulated
 from megamoe.dispatch.machine import H200
 from megamoe.formats import (
     E4M3,
-    FP8_BLOCK128,
-    FP8_BLOCK128_E8M0,
-    MXFP4,
-    MXFP8,
     NVFP4,
     PLAIN_BF16,
     Format,
@@ -47,13 +43,17 @@ def powers(seed: int, low: int, high: int, *shape: int) -> Tensor:
     return power_of_two(torch.from_numpy(z) % (high - low + 1) + low)
 
 
-def coded(seed: int, fmt: Format, *shape: int, row_groups: int = 1) -> Quantised:
+@functools.lru_cache(maxsize=16)
+def coded(
+    seed: int, fmt: Format, *shape: int, row_groups: int = 1, bf16: bool = False
+) -> Quantised:
     """Experts [n, rows, columns] in a format, of values that survive each kernel's own decoding.
 
-    FP8 blocks have scales at most four apart, and elements far enough above the E4M3 subnormals for
-    that; NVFP4 block scales are powers of two; MXFP4's lie in a window of 2**11.
+    bf16: also numbers of that format. FP8 blocks have scales at most four apart, and elements far
+    enough above the E4M3 subnormals for that; NVFP4 block scales are powers of two; MXFP4's lie in
+    a window of 2**11.
     """
-    *_, rows, columns = shape
+    columns = shape[-1]
     values = bell(seed, *shape) / power_above(columns)
     if fmt is PLAIN_BF16:
         return plain(values.to(torch.bfloat16))
@@ -66,11 +66,13 @@ def coded(seed: int, fmt: Format, *shape: int, row_groups: int = 1) -> Quantised
         global_scale=torch.ones(shape[0], row_groups) if fmt is NVFP4 else None,
         row_groups=row_groups,
     )
-    assert fmt.scale is not None and empty.scale is not None
+    assert fmt.scale is not None
+    assert empty.scale is not None
     if fmt is NVFP4:
         elements = round_to(bell(seed, *shape).to(torch.float64) * 3, fmt.element)
         scale = powers(seed + 1, -3, 1, *empty.scale.shape)
-        shared = (unit(seed + 2, shape[0], 1) + 0.5).expand(-1, row_groups) / power_above(columns)
+        shared = torch.ones(shape[0], 1) if bf16 else unit(seed + 2, shape[0], 1) + 0.5
+        shared = shared.expand(-1, row_groups) / power_above(columns)
     else:
         # Multiples of 2**-3 between 2**-3 and 15: exact in E4M3 after a division by 4.
         elements = (bell(seed, *shape).to(torch.float64) * 4).round() / 8 + 0.125
@@ -115,12 +117,11 @@ class Layer:
         return self.placement.world_size
 
     def experts(self) -> ExpertWeights:
-        count = self.placement.num_experts
+        n, h, i = self.placement.num_experts, self.hidden, self.width
+        bf16 = self.kernel.endswith("bf16")
         return ExpertWeights(
-            w13=coded(
-                self.seed, self.weights, count, 2 * self.width, self.hidden, row_groups=2
-            ),
-            w2=coded(self.seed + 50, self.weights, count, self.hidden, self.width),
+            w13=coded(self.seed, self.weights, n, 2 * i, h, row_groups=2, bf16=bf16),
+            w2=coded(self.seed + 50, self.weights, n, h, i, bf16=bf16),
         )
 
     def whole(self) -> MoEWeights:
@@ -189,9 +190,7 @@ def forward(case: Layer, passes: int = 1) -> tuple[list[list[Tensor]], megamoe.R
     def work(rank: int) -> list[Tensor]:
         with case.prepare(rank) as prepared:
             recipes.append(prepared.decision.recipe)
-            return [
-                prepared.forward(case.x(rank), case.topk(rank)).clone() for _ in range(passes)
-            ]
+            return [prepared.forward(case.x(rank), case.topk(rank)).clone() for _ in range(passes)]
 
     with emulated(case.machine) as device:
         outputs = run_ranks(case.world, work)
@@ -264,20 +263,3 @@ def layers(
         routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
         seed=draw(st.integers(0, 2**16)),
     )
-
-
-Make = Callable[[], Layer]
-__all__ = [
-    "FP8_BLOCK128",
-    "FP8_BLOCK128_E8M0",
-    "HIDDEN",
-    "MXFP4",
-    "MXFP8",
-    "NVFP4",
-    "PLAIN_BF16",
-    "WIDTH",
-    "Layer",
-    "differences",
-    "forward",
-    "layers",
-]

@@ -1,4 +1,4 @@
-"""The stand-in for `flashinfer.megamoe`: a symmetric buffer, and two functions that launch over it."""
+"""The stand-in for `flashinfer.megamoe`: a symmetric buffer, and two functions that launch."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class Buffer:
         self.cluster = here(self.rank, world)
         self.num_experts, self.capacity = num_experts, num_max_tokens_per_rank
         self.hidden, self.width, self.top_k = hidden, intermediate_hidden, num_topk
+        self.num_sms, self.num_max_tokens_per_rank = 132, num_max_tokens_per_rank
+        self.num_topk, self.intermediate_hidden = num_topk, intermediate_hidden
         self.limit = activation_clamp
         self.geometry = (num_experts, self.capacity, num_topk, hidden, self.width, self.limit)
         self.cluster.meet(self.rank, ("allocate", self.geometry))
@@ -115,7 +117,11 @@ def module(device: Device) -> SimpleNamespace:
     def buffer(*args: Any, **kwargs: Any) -> Buffer:
         return Buffer(device, *args, **kwargs)
 
-    def pack(b: Buffer, l1: Tensor, l2: Tensor, g1: Tensor, g2: Tensor) -> layout.StandaloneWeights:
+    def pack(
+        b: Buffer, l1: Tensor, l2: Tensor, g1: Tensor | None, g2: Tensor | None
+    ) -> layout.StandaloneWeights:
+        assert g1 is not None
+        assert g2 is not None
         require(l1.shape[0] == b.num_experts // b.world, f"{l1.shape[0]} experts on a rank")
         return layout.StandaloneWeights(l1=l1, l2=l2, l1_global=g1, l2_global=g2)
 
@@ -129,7 +135,6 @@ def module(device: Device) -> SimpleNamespace:
         l1_global_scales: Tensor | None = None,
         l2_global_scales: Tensor | None = None,
     ) -> Tensor:
-        assert l1_global_scales is not None and l2_global_scales is not None
         packed = pack(symm_buffer, l1_weights, l2_weights, l1_global_scales, l2_global_scales)
         found = layout.unpack_standalone_mxfp4(packed, hidden_size=symm_buffer.hidden)
         count = y.shape[0] if num_tokens is None else num_tokens
@@ -155,13 +160,28 @@ def module(device: Device) -> SimpleNamespace:
             kernel_family == "split" or family_threshold <= 256,
             "the fused family above 256 tokens may scale 64 columns at a time",
         )
-        assert l1_global_scales is not None and l2_global_scales is not None
         packed = pack(symm_buffer, l1_weights, l2_weights, l1_global_scales, l2_global_scales)
         found = layout.unpack_standalone_nvfp4(packed)
         count = y.shape[0] if num_tokens is None else num_tokens
         experts = decoded(found, layout.standalone_nvfp4_operand, 1.0)
         return symm_buffer.run(y, count, experts, kernel_family, family_threshold)
 
+    def plan(
+        num_sms: int,
+        num_ranks: int,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        width: int,
+        capacity: int,
+        tokens: int,
+    ) -> int:
+        require(0 < tokens <= capacity, f"a plan for {tokens} of {capacity} tokens")
+        return tokens > 4  # two kernels: what is above 4 tokens is built by itself
+
     return SimpleNamespace(
-        MegaMoESymmBuffer=buffer, mxfp4_mega_moe=mxfp4_mega_moe, nvfp4_mega_moe=nvfp4_mega_moe
+        select_mxfp4_fused_plan=plan,
+        MegaMoESymmBuffer=buffer,
+        mxfp4_mega_moe=mxfp4_mega_moe,
+        nvfp4_mega_moe=nvfp4_mega_moe,
     )

@@ -9,11 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from emulated.layers import PLAIN_BF16, Layer, differences, layers
+from emulated.layers import Layer, differences, layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamoe.formats import Format
+from megamoe.formats import (
+    FP8_BLOCK128,
+    FP8_BLOCK128_BF16,
+    FP8_BLOCK128_E8M0,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    PLAIN_BF16,
+    Format,
+)
 from megamoe.problem import Activation
 
 UPPER = (Activation(), Activation(limit=1.0), Activation(limit=0.75))
@@ -30,7 +39,25 @@ class Path:
     activations: tuple[Activation, ...] = UPPER
 
 
-PATHS = (Path(kernel="sm90_pull_bf16", weights=(PLAIN_BF16,)),)
+SYMMETRIC = tuple(Activation(limit=a.limit, symmetric=True) for a in UPPER)
+PUSH_TOP_K = (1, 2, 4)
+BF16_FORMATS = (PLAIN_BF16, MXFP4, NVFP4, MXFP8, FP8_BLOCK128_E8M0)
+
+PATHS = (
+    Path(kernel="sm90_pull_bf16", weights=BF16_FORMATS),
+    Path(kernel="sm90_pull_fp8", weights=(FP8_BLOCK128, FP8_BLOCK128_BF16, FP8_BLOCK128_E8M0)),
+    Path(kernel="sm90_pull_mxfp4", weights=(MXFP4,)),
+    Path(kernel="sm90_pull_nvfp4", weights=(NVFP4,)),
+    Path(kernel="sm90_push_bf16", weights=BF16_FORMATS, top_k=PUSH_TOP_K, activations=SYMMETRIC),
+    Path(
+        kernel="sm90_push_fp8",
+        weights=(FP8_BLOCK128, FP8_BLOCK128_BF16, FP8_BLOCK128_E8M0),
+        top_k=PUSH_TOP_K,
+        activations=(Activation(),),
+    ),
+    Path(kernel="sm90_standalone_mxfp4", weights=(MXFP4,), worlds=(1, 2, 4, 8), top_k=(1, 2)),
+    Path(kernel="sm90_standalone_nvfp4", weights=(NVFP4,), worlds=(4, 8), top_k=(1, 2)),
+)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.kernel)

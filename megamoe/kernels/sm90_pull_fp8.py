@@ -1,0 +1,227 @@
+"""FlashInfer's pull-style FP8 megakernel for Hopper: blockwise scales, or one a tensor.
+
+Source: FlashInfer 0.7.4, moe_ep/backends/mega/kernel/sm90/fp8_fp8_bf16_pull_cutedsl (geometry,
+weights, staging) and moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel/src/moe_hopper_fp8
+(epilogue_fp8.py and epilogue_fp8_swapab.py for the rounding points).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megamoe.errors import Unsupported
+from megamoe.formats import (
+    BF16,
+    E4M3,
+    FP8_1X128,
+    FP8_BLOCK128,
+    FP8_BLOCK128_BF16,
+    FP8_BLOCK128_E8M0,
+    FP8_TENSOR,
+    FP32,
+    Format,
+    ScaleRule,
+)
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.layout import (
+    pack_pull_fp8,
+    pack_pull_fp8_per_tensor,
+    unpack_pull_fp8,
+    unpack_pull_fp8_per_tensor,
+)
+from megamoe.kernels.operands import (
+    FP8_64X128,
+    PULL_MID,
+    block_fp8,
+    canonical,
+    coded,
+    matrix_fp8,
+)
+from megamoe.problem import ExpertWeights, MoEWeights, Recipe
+
+CONFIG = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
+
+
+class Sm90PullFp8(Kernel):
+    """128 columns a scale before FC1, 64 before FC2; routing weight in FC2's input."""
+
+    sheet = Datasheet(
+        name="sm90_pull_fp8",
+        title="SM90 pull FP8 blockwise (NVSHMEM)",
+        recipe=Recipe(
+            name="sm90_pull_fp8",
+            act=FP8_1X128,
+            weight_at="fc2_input",
+            mid=PULL_MID,
+            term=BF16,
+            combine="slots",
+        ),
+        formats=(FP8_BLOCK128, FP8_BLOCK128_BF16, FP8_BLOCK128_E8M0),
+        architectures=((9, 0),),
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        top_k=range(1, 33),
+        clamp="upper",
+        features=frozenset({"shared GPU", "tensor parallel", "sequence parallel"}),
+        transport="NVSHMEM",
+        needs=(
+            Versions(package="flashinfer", least=flashinfer.LEAST),
+            Versions(package="nvshmem", least="0.3.1"),
+        ),
+        notes=(
+            "gate and up blocks share the larger of their scales and the other's codes are made "
+            "anew: exact where the two are a power of two apart, else rounded to E4M3",
+        ),
+    )
+
+    @classmethod
+    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
+        return block_fp8(unpack_pull_fp8(pack_pull_fp8(canonical(experts))), FP8_64X128)
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullFp8:
+        packed = pack_pull_fp8(canonical(weights.experts))
+        flashinfer.together(context)
+        layer = flashinfer.MegaLayer(
+            context,
+            CONFIG,
+            packed.transformed(),
+            quantised=True,
+            intermediate_size=context.request.intermediate_size,
+            top_k=context.request.top_k,
+            gate_up_clamp=context.request.activation.limit,
+            fp8_scale_mode="blockwise",
+        )
+        return cls(layer)
+
+    def __init__(self, layer: flashinfer.MegaLayer) -> None:
+        self.layer = layer
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        codes, scales = coded(batch.x, self.sheet.recipe.act)
+        self.layer.run(codes, batch.ids, batch.weights, out, scales)
+
+    def warmup(self) -> None:
+        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
+        flashinfer.synchronise(self.layer.context.device)
+
+    def close(self) -> None:
+        self.layer.close()
+
+
+class Sm90PullFp8Tensor(Kernel):
+    """One scale a matrix, and one static scale for the activations before each of FC1 and FC2.
+
+    The activation scales come from a calibration (``Context.options["activation_scales"]``), are
+    powers of nothing in particular, and must be the same on every rank: a rank dequantises its
+    peers' tokens with its own copy. Without them there is no recipe, so the kernel is prepared
+    directly and never chosen by preference.
+    """
+
+    sheet = Datasheet(
+        name="sm90_pull_fp8_tensor",
+        title="SM90 pull FP8 per tensor (NVSHMEM)",
+        recipe=Recipe(name="sm90_pull_fp8_tensor", weight_at="fc2_input", term=BF16),
+        formats=(FP8_TENSOR,),
+        architectures=((9, 0),),
+        hidden_multiple=64,
+        intermediate_multiple=64,
+        top_k=range(1, 33),
+        clamp="upper",
+        features=frozenset({"shared GPU", "tensor parallel", "sequence parallel"}),
+        transport="NVSHMEM",
+        needs=(
+            Versions(package="flashinfer", least=flashinfer.LEAST),
+            Versions(package="nvshmem", least="0.3.1"),
+        ),
+        notes=("needs calibrated activation scales; values past 448 times a scale saturate",),
+    )
+
+    @classmethod
+    def recipe_of(cls, fc1_scale: float, fc2_scale: float) -> Recipe:
+        """Where the kernel rounds with these activation scales."""
+        rule = ScaleRule(kind="static", top=fc2_scale, apply="reciprocal")
+        return Recipe(
+            name=f"sm90_pull_fp8_tensor({fc1_scale:g}, {fc2_scale:g})",
+            act=static(fc1_scale),
+            weight_at="fc2_input",
+            mid=Format(name="fp8_static_reciprocal", element=E4M3, scale=FP32, rule=rule),
+            term=BF16,
+            combine="slots",
+        )
+
+    @classmethod
+    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
+        packed = pack_pull_fp8_per_tensor(
+            canonical(experts), fc1_activation_scale=1.0, fc2_activation_scale=1.0
+        )
+        found = unpack_pull_fp8_per_tensor(packed)
+        return matrix_fp8((found.w13, found.w2), (found.w13_scale, found.w2_scale))
+
+    @classmethod
+    def must_agree(cls, weights: MoEWeights, context: Context) -> Mapping[str, str]:
+        return {"activation scales": str(activation_scales(context))}
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullFp8Tensor:
+        fc1_scale, fc2_scale = activation_scales(context)
+        packed = pack_pull_fp8_per_tensor(
+            canonical(weights.experts),
+            fc1_activation_scale=fc1_scale,
+            fc2_activation_scale=fc2_scale,
+        )
+        flashinfer.together(context)
+        layer = flashinfer.MegaLayer(
+            context,
+            CONFIG,
+            packed.transformed(),
+            quantised=True,
+            intermediate_size=context.request.intermediate_size,
+            top_k=context.request.top_k,
+            gate_up_clamp=context.request.activation.limit,
+            fp8_scale_mode="per_tensor",
+            fc1_activation_dequant_scale=fc1_scale,
+            fc2_activation_dequant_scale=fc2_scale,
+        )
+        return cls(layer, static(fc1_scale))
+
+    def __init__(self, layer: flashinfer.MegaLayer, act: Format) -> None:
+        self.layer, self.act = layer, act
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        codes, _ = coded(batch.x, self.act)
+        n, blocks = codes.shape[0], -(-codes.shape[1] // 32)
+        # A plane of ones that travels with the tokens and scales nothing.
+        ones = torch.full((n, blocks), 127, dtype=torch.uint8, device=codes.device)
+        scales = ones.view(torch.float8_e8m0fnu)
+        self.layer.run(codes, batch.ids, batch.weights, out, scales)
+
+    def warmup(self) -> None:
+        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
+        flashinfer.synchronise(self.layer.context.device)
+
+    def close(self) -> None:
+        self.layer.close()
+
+
+def static(scale: float) -> Format:
+    """E4M3 under a scale that is given, elements divided by it."""
+    rule = ScaleRule(kind="static", top=scale)
+    return Format(name="fp8_static", element=E4M3, scale=FP32, rule=rule)
+
+
+def activation_scales(context: Context) -> tuple[float, float]:
+    """The calibrated scales of FC1's and FC2's input, as the float32 numbers they are on the
+    device."""
+    found = context.options.get("activation_scales")
+    if found is None:
+        raise Unsupported(
+            "sm90_pull_fp8_tensor needs calibrated activation scales for FC1 and FC2, and none "
+            "were given; pass them, or use sm90_pull_fp8 with block scales"
+        )
+    first, second = (float(torch.tensor(scale, dtype=torch.float32)) for scale in found)
+    return first, second

@@ -1,0 +1,92 @@
+"""FlashInfer's pull-style NVFP4 megakernel for Hopper: FP4 weights, FP8 activations.
+
+Source: FlashInfer 0.7.4, moe_ep/backends/mega/kernel/sm90/fp8_nvfp4_bf16_pull_cutedsl (geometry,
+weights, staging) and moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel (shim/
+nvfp4_conversion.py; src/moe_hopper_fp8/epilogue_fp8_swapab.py for the rounding points).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.formats import BF16, FP8_ROW, NVFP4
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.layout import PULL_TOP, pack_pull_nvfp4, pull_nvfp4_operand
+from megamoe.kernels.operands import PULL_MID, balanced, canonical, coded, nvfp4_operands
+from megamoe.problem import ExpertWeights, MoEWeights, Recipe
+
+
+class Sm90PullNvfp4(Kernel):
+    """One scale a token before FC1, one for 64 columns before FC2; weight in FC2's input."""
+
+    sheet = Datasheet(
+        name="sm90_pull_nvfp4",
+        title="SM90 pull NVFP4 (NVSHMEM)",
+        recipe=Recipe(
+            name="sm90_pull_nvfp4",
+            act=FP8_ROW,
+            weight_at="fc2_input",
+            mid=PULL_MID,
+            term=BF16,
+            combine="slots",
+        ),
+        formats=(NVFP4,),
+        architectures=((9, 0),),
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        top_k=range(1, 33),
+        clamp="upper",
+        features=frozenset({"shared GPU", "tensor parallel", "sequence parallel"}),
+        transport="NVSHMEM",
+        needs=(
+            Versions(package="flashinfer", least=flashinfer.LEAST),
+            Versions(package="nvshmem", least="0.3.1"),
+        ),
+        id_dtype=torch.int64,
+        notes=(
+            "multiplies with code * block scale rounded to E4M3: exact for scales that are powers "
+            "of two, else a quarter of the elements move by up to 1/21",
+            "gate and up get one global scale, their block scales moved to fit",
+            "a block of FC2's input below 4.48e-28 is scaled by another rule",
+        ),
+    )
+
+    @classmethod
+    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
+        found = balanced(canonical(experts), PULL_TOP)
+        return nvfp4_operands(found, pull_nvfp4_operand, 8.0)
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullNvfp4:
+        packed = pack_pull_nvfp4(balanced(canonical(weights.experts), PULL_TOP))
+        flashinfer.together(context)
+        tagged = flashinfer.load(
+            "moe_ep.backends.mega.kernel.sm90.fp8_nvfp4_bf16_pull_cutedsl.weights"
+        ).TransformedMegaWeights(*packed.legs(), nvfp4_kperm=packed.kperm)
+        layer = flashinfer.MegaLayer(
+            context,
+            "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig",
+            tagged,
+            quantised=True,
+            intermediate_size=context.request.intermediate_size,
+            top_k=context.request.top_k,
+            gate_up_clamp=context.request.activation.limit,
+            nvfp4_kperm=packed.kperm,
+        )
+        return cls(layer)
+
+    def __init__(self, layer: flashinfer.MegaLayer) -> None:
+        self.layer = layer
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        codes, scales = coded(batch.x, self.sheet.recipe.act)
+        self.layer.run(codes, batch.ids, batch.weights, out, scales)
+
+    def warmup(self) -> None:
+        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
+        flashinfer.synchronise(self.layer.context.device)
+
+    def close(self) -> None:
+        self.layer.close()

@@ -1,0 +1,107 @@
+"""FlashInfer's push-style BF16 megakernel for Hopper: peers write into one another's memory.
+
+Source: FlashInfer 0.7.4, moe_ep/backends/mega/kernel/sm90/bf16_bf16_bf16_push_cake (geometry,
+configuration) and moe_ep/kernel_src/sm90/cake_bf16_megamoe (shim/cake_weights.py; src/
+cake_sm90_bf16_megamoe_fc1_gated_clamp_kernel.cu, cake_combine_per_route_bf16.cu and
+cake_combine_tail_bf16.cu for the rounding points).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.formats import (
+    BF16,
+    FP8_BLOCK32_E8M0,
+    FP8_BLOCK128_E8M0,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    PLAIN_BF16,
+)
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.layout import pack_push_bf16
+from megamoe.kernels.operands import exact_bf16
+from megamoe.problem import MoEWeights, Recipe
+
+
+class Sm90PushBf16(Kernel):
+    """BF16 throughout, float32 accumulation, each expert's BF16 output weighted and rounded again.
+
+    Of the kernel's three ways to send results back, the one that rounds each slot by itself
+    (``per_route``) is pinned: the others group slots by rank, so that bits would follow the
+    placement, and by default the choice follows the capacity and an environment variable.
+    """
+
+    sheet = Datasheet(
+        name="sm90_push_bf16",
+        title="SM90 push BF16 (peer memory)",
+        recipe=Recipe(
+            name="sm90_push_bf16",
+            act=PLAIN_BF16,
+            mid=PLAIN_BF16,
+            fc2_out=BF16,
+            weight_at="term",
+            term=BF16,
+            combine="slots",
+        ),
+        formats=(PLAIN_BF16, MXFP4, NVFP4, MXFP8, FP8_BLOCK128_E8M0, FP8_BLOCK32_E8M0),
+        architectures=((9, 0),),
+        hidden_multiple=256,
+        intermediate_multiple=128,
+        top_k=frozenset({1, 2, 4, 6, 8}),
+        world_sizes=range(1, 33),
+        clamp="symmetric",
+        features=frozenset({"tensor parallel", "sequence parallel"}),
+        transport="CUDA peer windows",
+        needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
+        id_dtype=torch.int32,
+        notes=(
+            "other formats than bf16 are widened to BF16 where every value is a BF16 number, and "
+            "refused at prepare where one is not",
+            "built by nvcc at the first call (minutes); on one rank without a process group it "
+            "makes one until it is closed",
+        ),
+    )
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PushBf16:
+        packed = pack_push_bf16(exact_bf16(weights.experts))
+        flashinfer.together(context)
+        transformed = flashinfer.build(
+            flashinfer.load("moe_ep.kernel_src.sm90.cake_bf16_megamoe"),
+            "Sm90CakeBf16Weights",
+            {
+                "w13": packed.w13,
+                "w2": packed.w2,
+                "num_local_experts": weights.experts.count,
+                "hidden_size": context.request.hidden_size,
+                "intermediate_size": context.request.intermediate_size,
+            },
+        )
+        layer = flashinfer.MegaLayer(
+            context,
+            "Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig",
+            transformed,
+            quantised=False,
+            intermediate_size=context.request.intermediate_size,
+            top_k=context.request.top_k,
+            clamp_limit=context.request.activation.limit,
+            combine_wire="per_route",
+        )
+        return cls(layer)
+
+    def __init__(self, layer: flashinfer.MegaLayer) -> None:
+        self.layer = layer
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        self.layer.run(batch.x, batch.ids, batch.weights, out)
+
+    def warmup(self) -> None:
+        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
+        flashinfer.synchronise(self.layer.context.device)
+
+    def close(self) -> None:
+        self.layer.close()

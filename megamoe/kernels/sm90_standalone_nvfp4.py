@@ -1,0 +1,135 @@
+"""FlashInfer's standalone NVFP4 megakernels for Hopper, over torch's symmetric memory.
+
+Source: FlashInfer 0.7.4, megamoe/__init__.py and heuristics.py (geometry, plans, families) and
+data/include/flashinfer/megamoe (detail/fused_epilogue.inl, sm90_nvfp4_mega_moe_split_l1_body.inl,
+detail/common.cuh get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding points).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from megamoe.errors import bad_input
+from megamoe.formats import BF16, FP8_1X128, NVFP4
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.layout import (
+    STANDALONE_TOP,
+    StandaloneWeights,
+    pack_standalone_nvfp4,
+    standalone_nvfp4_operand,
+)
+from megamoe.kernels.operands import STANDALONE_MID, balanced, canonical, coded, nvfp4_operands
+from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
+
+FUSED_TOKENS: Final = 256
+"""Up to here the fused kernel scales 128 columns of FC2's input at a time, above it 64."""
+
+
+class Sm90StandaloneNvfp4(Kernel):
+    """128 columns a scale before FC1 and FC2, powers of two before FC2; weight in FC2's input.
+
+    Two kernels: one launch up to 256 tokens a rank, two above. ``Context.options["family"]``
+    ("fused", "split") overrides the choice; their recipe is the same.
+    """
+
+    sheet = Datasheet(
+        name="sm90_standalone_nvfp4",
+        title="SM90 standalone NVFP4 (symmetric memory)",
+        recipe=Recipe(
+            name="sm90_standalone_nvfp4",
+            act=FP8_1X128,
+            weight_at="fc2_input",
+            mid=STANDALONE_MID,
+            term=BF16,
+            combine="slots",
+        ),
+        formats=(NVFP4,),
+        architectures=((9, 0),),
+        hidden_multiple=256,
+        intermediate_multiple=128,
+        top_k=range(1, 33),
+        world_sizes=frozenset({4, 8}),
+        multiprocessors=frozenset({78, 132}),
+        clamp="upper",
+        features=frozenset({"tensor parallel", "sequence parallel"}),
+        transport="torch symmetric memory",
+        needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
+        equal_counts=True,
+        notes=(
+            "multiplies with code * block scale rounded to E4M3: exact for scales that are powers "
+            "of two, else a quarter of the elements move by up to 1/21",
+            "gate and up get one global scale, their block scales moved below 72",
+            "built by nvcc at warm-up, once for each plan the capacity needs",
+        ),
+    )
+
+    @classmethod
+    def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
+        reasons = []
+        held = request.world_size * request.placement.slots_per_rank
+        if request.top_k > held:
+            reasons.append(f"takes at most as many slots as experts, {held}, not {request.top_k}")
+        hidden, width = request.hidden_size, request.intermediate_size
+        if hidden > 4096 and hidden % 512:
+            reasons.append(f"hidden_size {hidden} is above 4096 and not a multiple of 512")
+        if 2 * width > hidden:
+            reasons.append(f"intermediate_size {width} is above half of hidden_size {hidden}")
+        return tuple(reasons)
+
+    @classmethod
+    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
+        found = balanced(canonical(experts), STANDALONE_TOP)
+        return nvfp4_operands(found, standalone_nvfp4_operand, 1.0)
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneNvfp4:
+        family = family_of(context)
+        packed, _, _ = pack_standalone_nvfp4(canonical(weights.experts))
+        flashinfer.together(context)
+        return cls(packed, flashinfer.SharedBuffer.of(context), context, family)
+
+    def __init__(
+        self,
+        packed: StandaloneWeights,
+        buffer: flashinfer.SharedBuffer,
+        context: Context,
+        family: str,
+    ) -> None:
+        self.packed, self.buffer, self.context, self.family = packed, buffer, context, family
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        rows = coded(batch.x, self.sheet.recipe.act)
+        self.buffer.run(
+            "nvfp4_mega_moe",
+            self.packed,
+            rows,
+            batch,
+            out,
+            kernel_family=self.family,
+            family_threshold=FUSED_TOKENS,
+        )
+
+    def warmup(self) -> None:
+        self.buffer.buffer.prewarm(kernel_family=self.family, family_threshold=FUSED_TOKENS)
+        self.run(*flashinfer.warmup_batch(self.context, self.sheet))
+        flashinfer.synchronise(self.context.device)
+
+    def close(self) -> None:
+        self.buffer.close()
+
+
+def family_of(context: Context) -> str:
+    """ "auto", or the family asked for; the fused one only where it has the datasheet's recipe."""
+    family = str(context.options.get("family", "auto"))
+    if family not in ("auto", "fused", "split"):
+        raise bad_input("family", repr(family), "is unknown", "use 'auto', 'fused' or 'split'")
+    capacity = context.request.max_tokens_per_rank
+    if family == "fused" and capacity > FUSED_TOKENS:
+        raise bad_input(
+            "family", "'fused'", f"scales 64 columns at a time above {FUSED_TOKENS} tokens a rank, "
+            f"and max_tokens_per_rank is {capacity}", "use 'auto' or 'split'",
+        )  # fmt: skip
+    return family
