@@ -128,7 +128,7 @@ class TorchGrouped(Kernel):
             term_mH = self._elsewhere(self.exchange, x_mH, counts)
         terms = torch.empty_like(term_mH)
         terms[order] = term_mH
-        out.copy_(self._sum(terms.view(n, k, -1), batch))
+        out.copy_(self._sum(terms.view(n, k, terms.shape[1]), batch))
 
     def warmup(self) -> None:
         self.run(*warmup_batch(self.context, self.sheet))

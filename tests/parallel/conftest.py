@@ -1,0 +1,27 @@
+"""Four real rank processes over gloo, started once and sent many cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from parallel.work import finish, setup
+
+from megamoe.suite.pool import Pool
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    # gloo on the loopback device: a test machine's own name need not resolve.
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with Pool(4, setup=setup, finish=finish, environment=environment, grace=30.0) as pool:
+        yield pool
