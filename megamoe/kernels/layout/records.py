@@ -15,9 +15,10 @@ class CanonicalExperts:
 
     `w13` is [E, 2I, H] with all gate rows before all up rows, `w2` is [E, H, I]; FP4 data is uint8
     with two codes a byte, the even column in the low nibble, so its last dimension is halved.
-    Scales and the per-expert fp32 global scales of NVFP4 ([E], shared by gate and up) are None
-    where the format has none. Which format the bytes are in is the caller's knowledge: the
-    function that takes the record names it.
+    Scales and the fp32 global scales of NVFP4 are None where the format has none; `w13_global` is
+    [E], or [E, 2] where gate and up have their own, which only `balance_nvfp4` and the packs built
+    on it take. Which format the bytes are in is the caller's knowledge: the function that takes the
+    record names it.
     """
 
     w13: torch.Tensor
