@@ -14,7 +14,7 @@ from megamoe.checkpoint.layer import Layer, expert_width
 from megamoe.checkpoint.matrix import Matrix
 from megamoe.checkpoint.refuse import refuse
 from megamoe.checkpoint.stack import check_one_format, stack
-from megamoe.checkpoint.storage import SUFFIXES
+from megamoe.checkpoint.storage import BESIDE, SUFFIXES
 from megamoe.formats import Format
 from megamoe.problem import ExpertWeights
 
@@ -139,7 +139,8 @@ def check_expert_names(layer: Layer, num_experts: int) -> None:
                 f"experts 0 to {num_experts - 1}, as config.json says",
                 "take config.json and shards of the same model",
             )  # fmt: skip
-        found.setdefault((int(expert), projection), set()).add(suffix)
+        if suffix not in BESIDE:
+            found.setdefault((int(expert), projection), set()).add(suffix)
     for expert_id in range(num_experts):
         for projection in names:
             # w2 may be stored in another way than gate and up, but in one way in every expert.

@@ -6,6 +6,7 @@ under test. Sizes are small and awkward: I is no multiple of 128 where the forma
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ class Published:
     formats: tuple[Format, Format] | None = None
     router: dict[str, str] = field(default_factory=dict)  # Router field: tensor name
     biases: tuple[Tensor, Tensor] | None = None  # [E, 2 I] gates first, [E, H]
+
+    def __post_init__(self) -> None:
+        self.config = copy.deepcopy(self.config)  # tests spoil it
 
     def write(self, directory: Path, shards: int = 3) -> Path:
         """config.json, shards that cut every layer anywhere, and their index."""

@@ -1,4 +1,4 @@
-"""Every published layout loads: bytes as stored, values as ml_dtypes decodes them, and the facts."""
+"""Every published layout loads: bytes as stored, values as ml_dtypes decodes them, the facts."""
 
 from __future__ import annotations
 
