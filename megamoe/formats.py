@@ -293,20 +293,16 @@ def code_values(element: Element) -> tuple[float, ...]:
 
 @functools.cache
 def _table(element: Element, device: torch.device) -> Tensor:
-    """Values by stored item: [256], or [256, 2] where a byte holds two codes."""
-    values = torch.tensor(code_values(element), dtype=F64, device=device)
-    if element.packed == 1:
-        return values
-    byte = torch.arange(256, device=device)
-    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
+    """The value of each code, float32, which holds them all."""
+    return torch.tensor(code_values(element), dtype=torch.float32, device=device)
 
 
 def decode(data: Tensor, element: Element) -> Tensor:
     """The values of stored codes, float64: [..., n] items give [..., n * element.packed]."""
     if data.dtype.is_floating_point:
         return data.to(F64) if element.bits >= 16 else data.to(torch.float32).to(F64)
-    values = _table(element, data.device)[data.to(torch.int32)]
-    return values if element.packed == 1 else values.flatten(-2)
+    codes = data if element.packed == 1 else unpack(data)
+    return _table(element, data.device)[codes.to(torch.int32)].to(F64)
 
 
 _BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}

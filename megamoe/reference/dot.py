@@ -10,6 +10,8 @@ Shapes: M rows of a, N rows of b, K terms; R elements to repair.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ BLOCK = 256  # terms summed by one matrix product; shorter blocks tighten the bo
 REPAIR_TERMS = 1 << 21  # terms gathered at once while repairing: bounds its memory
 
 
+Product = tuple[Tensor, Tensor, Tensor]  # a, b, and the float32 [M, N] that takes their dots
+
+
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """RN32 of the exact dot product of each row of ``a`` with each row of ``b``: float32 [M, N].
 
@@ -27,16 +32,50 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     that products neither overflow nor underflow (every number format here is far inside). NaN and
     infinities follow IEEE in the elements they enter. A zero comes out as +0.
     """
+    out = torch.empty(len(a), len(b), dtype=torch.float32, device=a.device)
+    dots([(a, b, out)])
+    return out
+
+
+def dots(products: Iterable[Product]) -> None:
+    """:func:`dot` of many pairs, each into its own ``out``; their repairs are made together.
+
+    The products are taken one by one, so that a generator need not hold all operands at once; K may
+    differ from one call to the next, not within one.
+    """
+    waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+    held = 0
+    for a, b, out in products:
+        row, column = _estimate(a, b, out)
+        step = max(1, REPAIR_TERMS // max(1, a.shape[1]))
+        for i, j in zip(row.split(step), column.split(step), strict=True) if len(row) else ():
+            waiting.append((a[i], b[j], out, i, j))
+            held += len(i) * a.shape[1]
+            if held >= REPAIR_TERMS:
+                _repair(waiting)
+                held = 0
+    _repair(waiting)
+
+
+def _estimate(a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Fill ``out``; rows and columns of the elements that one float64 product leaves undecided."""
     total, terms = _blocked_product(a, b)
     bound = _error_bound(a, b, terms)
     low, high = rn32(total - bound), rn32(total + bound)
-    out = torch.where(low == high, low, rn32(total))
-    undecided = ((low != high) & total.isfinite()).nonzero()
-    step = max(1, REPAIR_TERMS // max(1, a.shape[1]))
-    for chunk in undecided.split(step) if len(undecided) else ():
-        row, column = chunk.unbind(1)
-        out[row, column] = _exact_dot(a[row], b[column])
-    return out + 0.0  # -0 + 0 is +0
+    torch.add(torch.where(low == high, low, rn32(total)), 0.0, out=out)  # -0 + 0 is +0
+    row, column = ((low != high) & total.isfinite()).nonzero().unbind(1)
+    return row, column
+
+
+def _repair(waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> None:
+    """Sum the elements that wait without error, write them where they belong, empty the list."""
+    if not waiting:
+        return
+    exact = _exact_dot(torch.cat([w[0] for w in waiting]), torch.cat([w[1] for w in waiting]))
+    counts = [len(w[0]) for w in waiting]
+    for (_, _, out, row, column), part in zip(waiting, exact.split(counts), strict=True):
+        out[row, column] = part + 0.0
+    waiting.clear()
 
 
 def _blocked_product(a: Tensor, b: Tensor) -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@ Shapes: T tokens, K slots a token, n tokens of one expert, H hidden_size, I inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -40,11 +40,15 @@ from megamoe.problem import (
     WeightAt,
 )
 from megamoe.reference.canary import check_device
-from megamoe.reference.dot import dot
+from megamoe.reference.dot import Product, dots
 from megamoe.reference.elementwise import canonical_nan, clamp, gated, sigmoid
 
 CPU_PIECE = 1 << 21  # elements of a matrix held in float64 at once
 CUDA_PIECE = 1 << 27
+CPU_ROOM = 1 << 22  # elements of the widest activation held at once
+CUDA_ROOM = 1 << 26
+
+Groups = Sequence[tuple[int, int]]  # (expert, tokens), in the order of the tokens
 
 
 class Arithmetic(Protocol):
@@ -55,7 +59,7 @@ class Arithmetic(Protocol):
     @property
     def recipe(self) -> Recipe: ...
     def enter(self, values: Tensor, fmt: Format) -> Tensor: ...
-    def dot(self, a: Tensor, b: Tensor) -> Tensor: ...
+    def dots(self, products: Iterable[Product]) -> None: ...
     def narrow(self, values: Tensor) -> Tensor: ...
     def round(self, values: Tensor, element: Element | None) -> Tensor: ...
 
@@ -71,8 +75,8 @@ class Emulated:
         """values in a format, as the float64 operand of a dot."""
         return dequantise(quantise(values, fmt))
 
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return dot(a, b)
+    def dots(self, products: Iterable[Product]) -> None:
+        dots(products)
 
     def narrow(self, values: Tensor) -> Tensor:
         """float64 to the arithmetic's own precision: RN32."""
@@ -100,8 +104,9 @@ class Exact:
     def enter(self, values: Tensor, fmt: Format) -> Tensor:
         return values.to(F64)
 
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.T
+    def dots(self, products: Iterable[Product]) -> None:
+        for a, b, out in products:
+            out.copy_(a @ b.T)
 
     def narrow(self, values: Tensor) -> Tensor:
         return values
@@ -178,44 +183,52 @@ def add_terms(
 ) -> None:
     """Write the term of every slot whose expert is in ``held`` (-1 holds none) into ``terms_TKH``.
 
-    A loop over experts: one expert's matrices are dequantised at a time, so peak memory is a small
-    multiple of one expert.
+    A few experts at a time, whose tokens' activations fit in a bound of memory.
     """
     flat = ids_TK.flatten()
     order = flat.argsort(stable=True)
     used, counts = torch.unique_consecutive(flat[order], return_counts=True)
     rows_of = dict(zip(used.tolist(), order.split(counts.tolist()), strict=True))
-    top_k = ids_TK.shape[1]
     out = terms_TKH.view(-1, terms_TKH.shape[-1])
+    room = CPU_ROOM if x_TH.device.type == "cpu" else CUDA_ROOM
+    width = max(experts.w13.shape[1], experts.hidden_size, 1)
+    chosen: list[tuple[int, Tensor]] = []
+
+    def compute() -> None:
+        rows = torch.cat([rows for _, rows in chosen])
+        groups = [(slot, len(rows)) for slot, rows in chosen]
+        x, w = x_TH[rows // ids_TK.shape[1]], w_TK.flatten()[rows]
+        out[rows] = term(x, w, experts, activation, arithmetic, groups)
+        chosen.clear()
+
     for slot, expert in enumerate(held):
-        rows = rows_of.get(expert)
-        if expert < 0 or rows is None:
-            continue
-        one = ExpertWeights(
-            w13=experts.w13[slot : slot + 1],
-            w2=experts.w2[slot : slot + 1],
-            b13=None if experts.b13 is None else experts.b13[slot : slot + 1],
-            b2=None if experts.b2 is None else experts.b2[slot : slot + 1],
-        )
-        out[rows] = term(x_TH[rows // top_k], w_TK.flatten()[rows], one, activation, arithmetic)
+        if expert >= 0 and expert in rows_of:
+            chosen.append((slot, rows_of[expert]))
+            if width * sum(len(rows) for _, rows in chosen) >= room:
+                compute()
+    if chosen:
+        compute()
 
 
 def term(
     x_nH: Tensor,
     w_n: Tensor | None,
-    expert: ExpertWeights,
+    experts: ExpertWeights,
     activation: Activation,
     arithmetic: Arithmetic,
+    groups: Groups | None = None,
 ) -> Tensor:
-    """One expert's output for its tokens, float [n, H]; a shared expert has no ``w_n``."""
+    """The experts' outputs for their tokens, float [n, H]; a shared expert has no ``w_n``.
+
+    groups: (expert, count) in the order of the tokens; None gives them all to the first expert.
+    """
     a, recipe = arithmetic, arithmetic.recipe
+    groups = [(0, len(x_nH))] if groups is None else groups
     w_n1 = None if w_n is None else w_n[:, None].to(F64)
     x = x_nH
     if w_n1 is not None and recipe.weight_at == "input":
         x = a.round(a.narrow(w_n1 * x.to(F64)), BF16)
-    h = _product(a.enter(x, recipe.act), expert.w13, a)
-    if expert.b13 is not None:
-        h = h + expert.b13[0].to(a.dtype)
+    h = _biased(_product(a.enter(x, recipe.act), experts.w13, groups, a), experts.b13, groups)
     h = a.round(h, recipe.fc1_out)
     gate, up = clamp(h, activation)
     if recipe.gate_out is not None:
@@ -226,28 +239,45 @@ def term(
         s = a.round(a.narrow(s), recipe.swiglu_out).to(F64)
     if w_n1 is not None and recipe.weight_at == "fc2_input":
         s = s * w_n1
-    y = _product(a.enter(a.narrow(s), recipe.mid), expert.w2, a)
-    if expert.b2 is not None:
-        y = y + expert.b2[0].to(a.dtype)
+    s = a.narrow(s)
+    y = _biased(_product(a.enter(s, recipe.mid), experts.w2, groups, a), experts.b2, groups)
     y = a.round(y, recipe.fc2_out)
     if w_n1 is not None and recipe.weight_at == "term":
         y = a.narrow(w_n1 * y.to(F64))
     return a.round(y, recipe.term)
 
 
-def _product(operand: Tensor, matrix: Quantised, a: Arithmetic) -> Tensor:
-    """operand [n, columns] times a matrix [1, rows, columns], some rows at a time: [n, rows].
+def _product(operand: Tensor, matrices: Quantised, groups: Groups, a: Arithmetic) -> Tensor:
+    """operand [n, columns] times each group's matrix of [experts, rows, columns]: [n, rows].
 
-    A few megabytes of float64 stay in the processor's caches; a GPU takes far larger pieces.
+    Some rows of one matrix are held in float64 at a time: a few megabytes stay in a processor's
+    caches, a GPU takes far larger pieces. Peak memory is a small multiple of one expert.
     """
+    _, rows, columns = matrices.shape
     piece = CPU_PIECE if operand.device.type == "cpu" else CUDA_PIECE
-    _, rows, columns = matrix.shape
     step = max(1, piece // max(1, columns))
-    pieces = [
-        a.dot(operand, dequantise(matrix, rows=slice(start, start + step))[0])
-        for start in range(0, rows, step)
-    ]
-    return torch.cat(pieces, dim=1) if pieces else operand.new_zeros(len(operand), 0, dtype=a.dtype)
+    out = torch.empty(len(operand), rows, dtype=a.dtype, device=operand.device)
+
+    def products() -> Iterator[Product]:
+        first = 0
+        for expert, count in groups:
+            tokens = slice(first, first + count)
+            first += count
+            for start in range(0, rows, step):
+                part = slice(start, start + step)
+                matrix = dequantise(matrices[expert : expert + 1], rows=part)[0]
+                yield operand[tokens], matrix, out[tokens, part]
+
+    a.dots(products())
+    return out
+
+
+def _biased(values: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+    """Each group's bias of [experts, columns] added to its rows."""
+    if bias is None:
+        return values
+    expert = [index for index, count in groups for _ in range(count)]
+    return values + bias[torch.tensor(expert, device=bias.device)].to(values.dtype)
 
 
 def _stepwise(gate: Tensor, up: Tensor, activation: Activation, a: Arithmetic) -> Tensor:
