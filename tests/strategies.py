@@ -39,10 +39,14 @@ def hashed(seed: int, *shape: int) -> np.ndarray:
 
 
 def bell(seed: int, *shape: int) -> Tensor:
-    """float32 in (-2, 2) on a grid of 2**-8, roughly normal: the sum of four bytes."""
+    """float32 in (-2, 2): the sum of four bytes, roughly normal, moved down by 0 to 7 binades.
+
+    The binades make dots need more than 24 bits, so that their rounding is put to the test.
+    """
     z = hashed(seed, *shape)
     total = sum(((z >> np.uint64(8 * i)) & np.uint64(255)).astype(np.int64) for i in range(4))
-    return torch.from_numpy(np.asarray(total) - 510).to(torch.float32) * 2.0**-8
+    binade = ((z >> np.uint64(32)) & np.uint64(7)).astype(np.int32)
+    return torch.from_numpy(np.ldexp(np.asarray(total) - 510.0, -8 - binade)).to(torch.float32)
 
 
 def unit(seed: int, *shape: int) -> Tensor:

@@ -7,6 +7,7 @@ arithmetic, so that a fault in one of the two shows as a difference. Finite valu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -51,6 +52,7 @@ def rnbf16(value: Fraction) -> Fraction:
     return nearest(rn32(value), "bf16")
 
 
+@functools.cache
 def decode(code: int, element: str) -> Fraction:
     """A code's value, from its bit fields."""
     if element == "e8m0":
