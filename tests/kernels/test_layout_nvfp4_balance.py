@@ -8,6 +8,7 @@ from layout_values import nvfp4_values
 
 from megamoe.errors import BadInput
 from megamoe.kernels.layout import PULL_TOP, STANDALONE_TOP, balance_nvfp4, pack_codes
+from megamoe.kernels.layout.e4m3 import fp4_products
 
 TOPS = (PULL_TOP, STANDALONE_TOP)
 
@@ -53,14 +54,25 @@ def test_small_scales_beside_a_large_one(small: int) -> None:
 
 
 def test_codes_are_halved_where_that_keeps_the_values() -> None:
-    """2**-9 * 6 moved down by 8 is 2**-12 * 6: no such scale, but 2**-9 * 0.75 has no code either;
-    2**-9 * 4 is 2**-12 * 4 = 2**-9 * 0.5."""
-    payload = torch.stack((block([7]), block([6, 14, 0]))).view(1, 2, 8)
-    scales = torch.tensor([126, 1], dtype=torch.uint8).view(1, 2, 1)
+    """A scale of 1.5 * 2**-6 moved down by 8 is no E4M3 number; doubled it is.
+
+    Rounded to a neighbour instead, the code of 1.0 would have to become 0.75.
+    """
+    payload = torch.stack((block([7]), block([2, 13, 0]))).view(1, 2, 8)
+    scales = torch.tensor([126, e4m3_code(1.5 * 2.0**-6)], dtype=torch.uint8).view(1, 2, 1)
     out = balance_nvfp4(payload, scales, torch.ones(1), top=STANDALONE_TOP)
     assert out.exactness.exact
-    assert out.scales.flatten().tolist() == [e4m3_code(56.0), 1]
-    assert torch.equal(out.payload[0, 1], block([1, 9, 0]))
+    assert out.scales.flatten().tolist() == [e4m3_code(56.0), e4m3_code(3.0 * 2.0**-9)]
+    assert torch.equal(out.payload[0, 1], block([1, 11, 0]))
+
+
+def test_the_tops_are_the_largest_scales_that_do_not_overflow() -> None:
+    six = 7
+    standalone = fp4_products(0)[:, six].tolist()
+    assert standalone[e4m3_code(STANDALONE_TOP)] == 0x7E
+    assert standalone[e4m3_code(STANDALONE_TOP) + 1] == 0x7F
+    assert e4m3_code(PULL_TOP) == 126
+    assert max(fp4_products(-3)[:, six].tolist()) < 0x7F
 
 
 def e4m3_code(value: float) -> int:
