@@ -197,7 +197,7 @@ FAMILIES = (
         scoring="softmax_of_top_k",
         renormalise=False,
         limit=LIMIT,
-        alpha=GPT_OSS_ALPHA,
+        alpha=Key(("swiglu_alpha",), default=GPT_OSS_ALPHA),  # silent in the published config
         up_offset=1.0,
     ),
 )

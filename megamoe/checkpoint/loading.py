@@ -166,12 +166,12 @@ def activation_of(layer: Layer) -> Activation:
             config.file, name, repr(act), f"{' or '.join(family.activations)} for {family.name}",
             "the layer computes SwiGLU and its clamped forms only",
         )  # fmt: skip
-    if family.limit is None:
-        stated = config.find(("swiglu_limit",))
+    for fact, key in ((family.limit, "swiglu_limit"), (family.alpha, "swiglu_alpha")):
+        stated = None if isinstance(fact, Key) else config.find((key,))
         if stated is not None:
             raise refuse(
-                config.file, *stated, f"no clamp: {family.name} has none",
-                "the clamp must not be dropped; check model_type",
+                config.file, *stated, f"no {key}: {family.name} has none",
+                "it must not be dropped; check model_type",
             )  # fmt: skip
     limit = None if family.limit is None else config.number(family.limit)
     if limit is not None and not limit >= 0:
