@@ -37,20 +37,19 @@ def operand(data: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     return dequantise(Quantised(format=fmt, data=data, scale=scale))
 
 
-def launch(
-    rank: int, posts: Sequence[Post], recipe: Recipe, activation: Activation
-) -> tuple[Tensor, Tensor]:
-    """This rank's terms float32 [n, k, H] and their BF16 sum [n, H]; empty slots masked."""
+def launch(rank: int, posts: Sequence[Post], recipe: Recipe, activation: Activation) -> Tensor:
+    """The terms of this rank's tokens, float32 [n, k, H]; those of empty slots are 0."""
     mine, arithmetic = posts[rank], Fed(recipe)
     each = mine.experts.count
     terms = torch.zeros(*mine.ids.shape, mine.experts.hidden_size, dtype=torch.float32)
     for owner, post in enumerate(posts):
         held = tuple(range(owner * each, (owner + 1) * each))
         add_terms(terms, mine.x, mine.ids, mine.weights, post.experts, held, activation, arithmetic)
-    return terms, reduce(terms, mine.ids, mine.weights, recipe, each)
+    return terms
 
 
 def reduce(terms: Tensor, ids: Tensor, weights: Tensor, recipe: Recipe, each: int) -> Tensor:
+    """The BF16 sum of terms [n, H], slots of id -1 left out. each: experts a rank."""
     arithmetic = Fed(recipe)
     owner = ids.clamp(min=0) // each
     total = combine(terms, ids, weights, arithmetic, owner)

@@ -18,7 +18,7 @@ from torch import Tensor
 from emulated import facts, standalone
 from emulated.backends import BACKENDS, Backend, require
 from emulated.cluster import ContractBroken, Trap, here
-from emulated.compute import Post, launch
+from emulated.compute import Post, launch, reduce
 from megamoe.dispatch.machine import H200
 from megamoe.kernels import flashinfer
 from megamoe.problem import Machine
@@ -26,8 +26,12 @@ from megamoe.problem import Machine
 
 @dataclass
 class Workspace:
-    """Buffers that all layers of one key share; whatever the last launch left stays in them."""
+    """Buffers that all layers of one key share; whatever the last launch left stays in them.
 
+    terms: each slot's row as it came back to its token's rank, never cleared.
+    """
+
+    terms: Tensor
     x: Tensor
     scales: Tensor | None
     ids: Tensor
@@ -144,19 +148,20 @@ class MegaLayer:
         if bool((workspace.ids >= self.num_experts).any()):
             self.device.lost = True
             raise Trap(f"expert {int(workspace.ids.max())} of {self.num_experts}")
-        used = live.any(dim=1)
-        rows = self.backend.operand(
-            workspace.x, workspace.scales
-        )  # poison in rows that no slot names must not matter
+        # Rows that no slot names are poison, and must not matter.
+        rows = self.backend.operand(workspace.x, workspace.scales)
         post = Post(x=rows, ids=workspace.ids, weights=workspace.weights, experts=self.experts)
         posts = self.cluster.meet(self.rank, ("launch", self.index, self.key), post)
         self.device.count(self.device.launches, self.rank)
-        _, y = launch(self.rank, posts, self.backend.recipe(), self.backend.activation())
-        workspace.output.copy_(y)
-        require(bool((workspace.output[~used] == 0).all()), "a row without slots is zero")
+        recipe = self.backend.recipe()
+        terms = launch(self.rank, posts, recipe, self.backend.activation())
+        workspace.terms[live] = terms[live]
+        seen = workspace.ids.clamp(min=0) if self.backend.stale else workspace.ids
+        each = self.backend.experts_per_rank
+        workspace.output.copy_(reduce(workspace.terms, seen, workspace.weights, recipe, each))
         if return_workspace_view:
             return workspace.output[:n]
-        out = torch.empty(n, y.shape[1], dtype=y.dtype) if t.output is None else t.output
+        out = torch.empty_like(workspace.output[:n]) if t.output is None else t.output
         require(out.shape[0] == n, "the output's rows are taken as the token count")
         out.copy_(workspace.output[:n])
         return out
@@ -207,6 +212,7 @@ class MegaLayer:
         if t.scales is not None:
             scales = torch.full((n, t.scales.shape[1]), torch.nan).to(t.scales.dtype)
         return Workspace(
+            terms=torch.full((n, k, h), torch.nan),
             x=x,
             scales=scales,
             ids=torch.full((n, k), -1, dtype=torch.int64),

@@ -142,19 +142,21 @@ class Layer:
             routed_scaling_factor=self.routed_scaling_factor,
         )
 
-    def x(self, rank: int) -> Tensor:
-        rows = bell(self.seed + 200 + rank, len(self.ids[rank]), self.hidden)
+    def x(self, rank: int, number: int = 0) -> Tensor:
+        """Tokens of a rank's numbered call; the routing weights change too, the ids do not."""
+        rows = bell(self.seed + 200 + rank + 20 * number, len(self.ids[rank]), self.hidden)
         return (rows * self.gain).to(torch.bfloat16)
 
-    def topk(self, rank: int) -> TopK:
+    def topk(self, rank: int, number: int = 0) -> TopK:
         count = len(self.ids[rank])
-        weights = unit(self.seed + 300 + rank, count, self.top_k)
+        weights = unit(self.seed + 300 + rank + 20 * number, count, self.top_k)
         ids = torch.tensor(self.ids[rank], dtype=torch.int64).reshape(count, self.top_k)
         # Nothing may read the weight of an empty slot.
         return TopK(ids=ids, weights=torch.where(ids < 0, torch.nan, weights), scaled=False)
 
-    def expected(self, rank: int, recipe: megamoe.Recipe) -> Tensor:
-        return layer(self.x(rank), self.topk(rank), self.whole(), Emulated(recipe))
+    def expected(self, rank: int, recipe: megamoe.Recipe, number: int = 0) -> Tensor:
+        x, topk = self.x(rank, number), self.topk(rank, number)
+        return layer(x, topk, self.whole(), Emulated(recipe))
 
     def prepare(self, rank: int) -> megamoe.PreparedWeights:
         return megamoe.prepare(
@@ -190,7 +192,7 @@ def forward(case: Layer, passes: int = 1) -> tuple[list[list[Tensor]], megamoe.R
     def work(rank: int) -> list[Tensor]:
         with case.prepare(rank) as prepared:
             recipes.append(prepared.decision.recipe)
-            return [prepared.forward(case.x(rank), case.topk(rank)).clone() for _ in range(passes)]
+            return [prepared.forward(case.x(rank, i), case.topk(rank, i)) for i in range(passes)]
 
     with emulated(case.machine) as device:
         outputs = run_ranks(case.world, work)
@@ -204,8 +206,8 @@ def differences(case: Layer, passes: int = 1) -> list[str]:
     assert set(device.launches) == set(range(case.world))
     found = []
     for rank, ys in enumerate(outputs):
-        want = case.expected(rank, recipe)
         for number, y in enumerate(ys):
+            want = case.expected(rank, recipe, number)
             bad = (y.view(torch.int16) != want.view(torch.int16)).any(dim=1)
             found += [f"rank {rank} token {t} pass {number}" for t in bad.nonzero().flatten()]
     return found

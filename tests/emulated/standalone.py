@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emulated.backends import decoded, mxfp4, require, rows_of
 from emulated.cluster import here
-from emulated.compute import Post, launch, operand
+from emulated.compute import Post, launch, operand, reduce
 from megamoe.formats import BF16, E4M3, FP32, Format, ScaleRule
 from megamoe.kernels import layout
 from megamoe.problem import Activation, ExpertWeights, Recipe
@@ -109,7 +109,8 @@ class Buffer:
         )
         posts = self.cluster.meet(self.rank, ("launch", self.geometry, n, *why), post)
         self.device.count(self.device.launches, self.rank)
-        y[:n] = launch(self.rank, posts, RECIPE, Activation(limit=self.limit))[1]
+        terms = launch(self.rank, posts, RECIPE, Activation(limit=self.limit))
+        y[:n] = reduce(terms, post.ids, post.weights, RECIPE, experts.count)
         return y
 
 

@@ -1,0 +1,292 @@
+"""Faults planted in each adapter are seen: by other bits, or by a contract that is broken.
+
+Each mutant is one edit that a tired programmer makes. The same cases without it give the bits of
+the reference, so it is the fault that is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from emulated import ContractBroken
+from emulated.layers import Layer, differences
+
+from megamoe.dispatch.select import KERNELS
+from megamoe.formats import FP8_BLOCK128, MXFP4, NVFP4, PLAIN_BF16, Format
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Kernel
+from megamoe.kernels.layout import CanonicalExperts
+from megamoe.problem import Activation, Placement
+
+WEIGHTS: dict[str, Format] = {
+    "sm90_pull_bf16": PLAIN_BF16,
+    "sm90_pull_fp8": FP8_BLOCK128,
+    "sm90_pull_mxfp4": MXFP4,
+    "sm90_pull_nvfp4": NVFP4,
+    "sm90_push_bf16": PLAIN_BF16,
+    "sm90_push_fp8": FP8_BLOCK128,
+    "sm90_standalone_mxfp4": MXFP4,
+    "sm90_standalone_nvfp4": NVFP4,
+}
+BY_NAME = {kernel.sheet.name: kernel for kernel in KERNELS}
+QUANTISED = tuple(name for name in WEIGHTS if "bf16" not in name)
+FED = tuple(name for name in QUANTISED if "push" not in name)  # take codes from us
+CLAMPED = tuple(name for name in WEIGHTS if name != "sm90_push_fp8")
+
+
+def case(kernel: str, *, limit: float | None = 0.75, gain: float = 8.0) -> Layer:
+    """Every expert of four has a token, some slots are empty, ranks hold permuted experts."""
+    world = 4 if kernel == "sm90_standalone_nvfp4" else 2
+    slots = ((3,), (1,), (0,), (2, 1)) if world == 4 else ((3, 1), (0, 2, 1))
+    ids = (((0, 1), (2, 3), (-1, 2)), ((3, -1), (1, 0)), ((2, 2),), ((0, 3), (-1, -1)))
+    activation = Activation(limit=limit, symmetric=kernel == "sm90_push_bf16")
+    return Layer(
+        kernel=kernel,
+        weights=WEIGHTS[kernel],
+        placement=Placement(num_experts=4, slots=slots),
+        ids=ids[:world],
+        capacity=4,
+        activation=activation if kernel in CLAMPED else Activation(),
+        gain=gain,
+    )
+
+
+def is_caught(layer: Layer, passes: int = 2) -> bool:
+    try:
+        return bool(differences(layer, passes))
+    except ContractBroken:
+        return True
+
+
+@pytest.mark.parametrize("kernel", WEIGHTS)
+def test_without_a_mutant_nothing_is_seen(kernel: str) -> None:
+    assert differences(case(kernel), passes=2) == []
+
+
+# --- the mutants ----------------------------------------------------------------------------------
+
+Mutant = Callable[[type[Kernel]], contextlib.AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def experts_through(kernel: type[Kernel], edit: Any) -> Iterator[None]:
+    """``edit`` the experts that an adapter packs, under whichever name it gets them."""
+    module = sys.modules[kernel.__module__]
+    name = "canonical" if hasattr(module, "canonical") else "exact_bf16"
+    real = getattr(module, name)
+    with mock.patch.object(module, name, lambda experts: edit(real(experts))):
+        yield
+
+
+def swapped(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else _bytes(t, lambda b: torch.cat(b.chunk(2, dim=1)[::-1], dim=1))
+
+
+def rolled(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else _bytes(t, lambda b: b.roll(1, dims=1))
+
+
+def _bytes(t: torch.Tensor, edit: Any) -> torch.Tensor:
+    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    return edit(raw).view(t.dtype)  # type: ignore[no-any-return]
+
+
+def gate_and_up_swapped(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(e: CanonicalExperts) -> CanonicalExperts:
+        w13 = swapped(e.w13)
+        assert w13 is not None
+        return dataclasses.replace(e, w13=w13, w13_scale=swapped(e.w13_scale))
+
+    return experts_through(kernel, edit)
+
+
+def scales_of_the_other_half(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return experts_through(kernel, lambda e: dataclasses.replace(e, w13_scale=swapped(e.w13_scale)))
+
+
+def scales_of_the_next_row_block(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return experts_through(kernel, lambda e: dataclasses.replace(e, w2_scale=rolled(e.w2_scale)))
+
+
+def experts_shifted_by_one(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(e: CanonicalExperts) -> CanonicalExperts:
+        return dataclasses.replace(e, w2=_bytes(e.w2, lambda b: b.roll(1, dims=0)))
+
+    return experts_through(kernel, edit)
+
+
+@contextlib.contextmanager
+def batch_through(kernel: type[Kernel], edit: Any) -> Iterator[None]:
+    real = kernel.run
+
+    def run(self: Any, batch: Batch, out: torch.Tensor) -> None:
+        real(self, edit(self, batch), out)
+
+    with mock.patch.object(kernel, "run", run):
+        yield
+
+
+def weights_applied_twice(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return batch_through(kernel, lambda _, b: dataclasses.replace(b, weights=b.weights * b.weights))
+
+
+def empty_slots_counted(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(_: Any, b: Batch) -> Batch:
+        weights = torch.where(b.ids < 0, 0.5, b.weights)
+        return dataclasses.replace(b, ids=b.ids.clamp(min=0), weights=weights)
+
+    return batch_through(kernel, edit)
+
+
+def ids_of_the_next_rank(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(self: Any, b: Batch) -> Batch:
+        request = getattr(self, "context", None) or self.layer.context
+        experts, world = request.request.num_experts, request.request.world_size
+        moved = (b.ids + experts // world) % experts
+        return dataclasses.replace(b, ids=torch.where(b.ids < 0, b.ids, moved))
+
+    return batch_through(kernel, edit)
+
+
+def ids_of_the_wrong_width(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    other = {torch.int32: torch.int64, torch.int64: torch.int32}
+    return batch_through(
+        kernel, lambda _, b: dataclasses.replace(b, ids=b.ids.to(other[b.ids.dtype]))
+    )
+
+
+def stale_tokens(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(self: Any, b: Batch) -> Batch:
+        first = self.__dict__.setdefault("first_x", b.x)
+        return dataclasses.replace(b, x=first)
+
+    return batch_through(kernel, edit)
+
+
+def stale_routing(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(self: Any, b: Batch) -> Batch:
+        first = self.__dict__.setdefault("first_weights", b.weights)
+        return dataclasses.replace(b, weights=first)
+
+    return batch_through(kernel, edit)
+
+
+@contextlib.contextmanager
+def activation_scales_of_the_next_token(kernel: type[Kernel]) -> Iterator[None]:
+    module = sys.modules[kernel.__module__]
+    real = module.coded
+
+    def coded(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = real(x, fmt)
+        return codes, scales.roll(1, dims=0)
+
+    with mock.patch.object(module, "coded", coded):
+        yield
+
+
+@contextlib.contextmanager
+def fields_through(edit: Any) -> Iterator[None]:
+    """``edit`` what every FlashInfer record is built from."""
+    real = flashinfer.build
+
+    def build(module: Any, name: str, fields: Any) -> Any:
+        return real(module, name, edit(dict(fields)))
+
+    with mock.patch.object(flashinfer, "build", build):
+        yield
+
+
+CLAMPS = ("gate_up_clamp", "clamp_limit", "activation_clamp")
+
+
+def clamp_dropped(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(fields: dict[str, Any]) -> dict[str, Any]:
+        none = float("inf") if "num_topk" in fields else None
+        return {k: none if k in CLAMPS else v for k, v in fields.items()}
+
+    return fields_through(edit)
+
+
+def clamp_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return fields_through(lambda f: {k: v for k, v in f.items() if k not in CLAMPS})
+
+
+def wire_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    wires = ("combine_wire", "combine_dtype", "grouped_combine")
+    return fields_through(lambda f: {k: v for k, v in f.items() if k not in wires})
+
+
+def scale_mode_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return fields_through(lambda f: {k: v for k, v in f.items() if k != "fp8_scale_mode"})
+
+
+@contextlib.contextmanager
+def counts_left_unequal(kernel: type[Kernel]) -> Iterator[None]:
+    with mock.patch.object(kernel, "sheet", dataclasses.replace(kernel.sheet, equal_counts=False)):
+        yield
+
+
+@contextlib.contextmanager
+def empty_slots_left_to_the_kernel(kernel: type[Kernel]) -> Iterator[None]:
+    with mock.patch.object(
+        kernel, "sheet", dataclasses.replace(kernel.sheet, empty_slots="masked")
+    ):
+        yield
+
+
+EVERY = tuple(WEIGHTS)
+STALE = tuple(name for name in WEIGHTS if BY_NAME[name].sheet.empty_slots == "stale")
+MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
+    (gate_and_up_swapped, EVERY),
+    (scales_of_the_other_half, QUANTISED),
+    (scales_of_the_next_row_block, QUANTISED),
+    (experts_shifted_by_one, EVERY),
+    (weights_applied_twice, EVERY),
+    (empty_slots_counted, tuple(set(EVERY) - set(STALE))),
+    (empty_slots_left_to_the_kernel, STALE),
+    (ids_of_the_next_rank, EVERY),
+    # The pull kernels of FP8 and BF16 copy ids of any width.
+    (ids_of_the_wrong_width, tuple(set(EVERY) - {"sm90_pull_bf16", "sm90_pull_fp8"})),
+    (stale_tokens, EVERY),
+    (stale_routing, EVERY),
+    (activation_scales_of_the_next_token, FED),
+    (clamp_dropped, CLAMPED),
+    (wire_left_at_the_default, ("sm90_push_bf16", "sm90_push_fp8")),
+    (scale_mode_left_at_the_default, ("sm90_pull_fp8",)),
+    (counts_left_unequal, ("sm90_standalone_mxfp4", "sm90_standalone_nvfp4")),
+)
+PAIRS = [(mutant, kernel) for mutant, kernels in MUTANTS for kernel in sorted(kernels)]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "kernel"), PAIRS, ids=[f"{mutant.__name__}-{kernel}" for mutant, kernel in PAIRS]
+)
+def test_mutant_is_caught(mutant: Mutant, kernel: str) -> None:
+    with mutant(BY_NAME[kernel]):
+        assert is_caught(case(kernel))
+
+
+DEFAULT_OF_10 = tuple(name for name in CLAMPED if "fp4" in name)
+
+
+@pytest.mark.parametrize("kernel", DEFAULT_OF_10)
+def test_a_clamp_of_10_by_default_is_not_left_to_an_unclamped_layer(kernel: str) -> None:
+    layer = case(kernel, limit=None, gain=256.0)
+    assert differences(layer) == []
+    with clamp_left_at_the_default(BY_NAME[kernel]):
+        assert is_caught(layer)
+
+
+def test_every_adapter_has_its_mutants() -> None:
+    assert {name for name in BY_NAME if name.startswith("sm90")} == set(WEIGHTS)
+    for kernel in WEIGHTS:
+        assert inspect.getmodule(BY_NAME[kernel]) is not None
+        assert sum(name == kernel for _, name in PAIRS) >= 8
