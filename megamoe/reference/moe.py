@@ -277,7 +277,8 @@ def _biased(values: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     if bias is None:
         return values
     expert = [index for index, count in groups for _ in range(count)]
-    return values + bias[torch.tensor(expert, device=bias.device)].to(values.dtype)
+    index = torch.tensor(expert, dtype=torch.int64, device=bias.device)  # also of no token
+    return values + bias[index].to(values.dtype)
 
 
 def _stepwise(gate: Tensor, up: Tensor, activation: Activation, a: Arithmetic) -> Tensor:
