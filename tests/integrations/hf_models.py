@@ -6,9 +6,11 @@ random, but scaled so that FC1 leaves the limit of a clamp on both sides and rou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,18 @@ def hf_block(block: nn.Module, x: Tensor, input_ids: Tensor | None = None) -> Te
     return (out[0] if isinstance(out, tuple) else out)[0]
 
 
+@contextlib.contextmanager
+def implementation(block: nn.Module, name: str) -> Iterator[None]:
+    """Experts run as ``experts_implementation=name`` says."""
+    config = block.experts.config
+    before = config._experts_implementation_internal
+    config._experts_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._experts_implementation_internal = before
+
+
 def tokens(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, H, generator=generator).to(dtype)
@@ -260,10 +274,12 @@ def save(model: nn.Module, directory: Path) -> Path:
 
 
 @functools.cache
-def pair(package: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, MoEWeights]:
+def pair(
+    package: str, dtype: torch.dtype = torch.bfloat16, limit: float | None = None
+) -> tuple[nn.Module, MoEWeights]:
     """A case's Hugging Face block, and what ``megamoe.load`` makes of its saved checkpoint."""
     case = BY_NAME[package]
-    model = build(case, dtype)
+    model = build(case, dtype, **({} if limit is None else {"swiglu_limit": limit}))
     with tempfile.TemporaryDirectory() as directory:
         weights = load(save(model, Path(directory)), case.layer)
     return blocks(model)[case.layer], weights
