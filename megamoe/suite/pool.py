@@ -50,6 +50,7 @@ class Pool:
     setup: a module-level function setup(rank, world_size, port), for devices and process groups;
     its value is passed to each task as ``state``. finish: called with it before a rank ends.
     grace: seconds between one rank's error and the kill, for the others to report their own.
+    method: of starting a process; "forkserver" starts many on a CPU from one that has imported all.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class Pool:
         environment: Mapping[str, str] | None = None,
         start_timeout: float = 120.0,
         grace: float = 5.0,
+        method: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
         self.world_size = world_size
         self._setup, self._finish = setup, finish
         self._environment = dict(environment or {})
-        self._start_timeout, self._grace = start_timeout, grace
+        self._start_timeout, self._grace, self._method = start_timeout, grace, method
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
         self._logs: list[Path] = []
@@ -100,7 +102,7 @@ class Pool:
         self.close()
 
     def _start(self) -> Outcome:
-        context = get_context("spawn")
+        context: Any = get_context(self._method)
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +22,10 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
+    multiprocessing.set_forkserver_preload(["parallel.work"])
     # gloo on the loopback device: a test machine's own name need not resolve.
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with Pool(4, setup=setup, finish=finish, environment=environment, grace=30.0) as pool:
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    with Pool(
+        4, setup=setup, finish=finish, environment=environment, grace=15.0, method="forkserver"
+    ) as pool:
         yield pool

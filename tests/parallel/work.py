@@ -92,7 +92,7 @@ def fail(
     problem: Problem,
     who: int,
     how: str,
-    timeout: float,
+    timeout_s: float,
     idle: float = 0.0,
 ) -> tuple[str, str, float]:
     """Rank ``who`` misbehaves; what each rank's calls raised, and after how many seconds.
@@ -107,7 +107,7 @@ def fail(
     def prepare() -> megamoe.PreparedWeights:
         return megamoe.prepare(
             weights, group, max_tokens_per_rank=capacity, top_k=problem.case.top_k,
-            timeout=timeout, on_failure="raise",
+            timeout=timeout_s, on_failure="raise",
         )  # fmt: skip
 
     def misbehave(point: str) -> None:
@@ -148,19 +148,20 @@ def fail(
 
 
 def stuck(
-    phase: Phase, rank: int, world_size: int, *, state: dict[int, Any], timeout: float
+    phase: Phase, rank: int, world_size: int, *, state: dict[int, Any], timeout_s: float
 ) -> None:
     """All but rank 1 wait as inside a megakernel, where nothing can be raised."""
     from megamoe.dispatch import watchdog
     from megamoe.dispatch.ranks import Ranks
 
     watchdog.GRACE = 0.2
-    ranks = Ranks.of(dist.group.WORLD, rank=rank, world_size=world_size, timeout=timeout)
+    ranks = Ranks.of(dist.group.WORLD, rank=rank, world_size=world_size, timeout=timeout_s)
     with ranks.step("prepare"):
         ranks.gather("ready", "")
     if rank == 1:
         phase("elsewhere")
-        time.sleep(600)
+        time.sleep(3 * timeout_s)
+        return
     with ranks.step("forward") as call:
         call.launch()
         phase("in the kernel")
