@@ -1,0 +1,392 @@
+"""What a kernel forbids or promises, kept by its adapter: the emulated device is strict."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from emulated import ContractBroken, Trap, cluster, emulated, run_ranks
+from emulated.layers import Layer, differences, forward
+from test_sm90_mutants import WEIGHTS, case
+
+import megamoe
+from megamoe.errors import BadInput, MegaMoEError, RankFailure, Unsupported
+from megamoe.formats import FP8_TENSOR, NVFP4, PLAIN_BF16, Quantised, dequantise
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context
+from megamoe.kernels.sm90_pull_fp8 import Sm90PullFp8Tensor
+from megamoe.problem import Placement
+from megamoe.reference.moe import Emulated, layer
+
+ALL = pytest.mark.parametrize("kernel", WEIGHTS)
+
+
+def one_rank(kernel: str, **changes: Any) -> Layer:
+    """Two tokens on the fewest ranks the kernel takes."""
+    base = case(kernel)
+    return dataclasses.replace(base, **changes)
+
+
+# --- buffers, and the order of what is collective ------------------------------------------------
+
+
+@ALL
+def test_layers_share_a_workspace_and_outputs_are_owned(kernel: str) -> None:
+    first, second = case(kernel), dataclasses.replace(case(kernel), seed=9)
+
+    def work(rank: int) -> tuple[list[torch.Tensor], Any]:
+        a, b = first.prepare(rank), second.prepare(rank)
+        y = a.forward(first.x(rank), first.topk(rank))
+        z = b.forward(second.x(rank), second.topk(rank))
+        again = a.forward(first.x(rank), first.topk(rank))
+        open_ = device.open_workspaces
+        a.close()
+        after = b.forward(second.x(rank), second.topk(rank))
+        recipe = b.decision.recipe
+        b.close()
+        assert open_ == first.world
+        return [y, z, again, after], recipe
+
+    with emulated(first.machine) as device:
+        results = run_ranks(first.world, work)
+    assert device.open_workspaces == 0
+    for rank, ((y, z, again, after), recipe) in enumerate(results):
+        assert torch.equal(y, first.expected(rank, recipe))
+        assert torch.equal(z, second.expected(rank, recipe))
+        assert torch.equal(again, y)
+        assert torch.equal(after, z)
+
+
+@ALL
+def test_the_caller_s_tensor_is_written(kernel: str) -> None:
+    layer_ = case(kernel)
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = layer_.x(rank)
+        out = torch.full_like(x, torch.nan)
+        with layer_.prepare(rank) as prepared:
+            y = prepared.forward(x, layer_.topk(rank), out=out)
+            assert y is out
+            return out, prepared.forward(x, layer_.topk(rank))
+
+    with emulated(layer_.machine):
+        for out, fresh in run_ranks(layer_.world, work):
+            assert torch.equal(out, fresh)
+
+
+@ALL
+def test_warm_up_launches_once_and_changes_no_bits(kernel: str) -> None:
+    layer_ = case(kernel)
+
+    def work(rank: int) -> tuple[torch.Tensor, Any]:
+        with layer_.prepare(rank) as prepared:
+            prepared.warmup()
+            assert device.launches[rank] >= 1
+            y = prepared.forward(layer_.x(rank), layer_.topk(rank))
+            return y, prepared.decision.recipe
+
+    with emulated(layer_.machine) as device:
+        for rank, (y, recipe) in enumerate(run_ranks(layer_.world, work)):
+            assert torch.equal(y, layer_.expected(rank, recipe))
+
+
+@ALL
+def test_more_tokens_than_capacity_run_in_rounds(kernel: str) -> None:
+    layer_ = dataclasses.replace(case(kernel), capacity=2)
+
+    def work(rank: int) -> tuple[torch.Tensor, Any]:
+        with layer_.prepare(rank) as prepared:
+            y = prepared.forward(layer_.x(rank), layer_.topk(rank), max_tokens=3)
+            return y, prepared.decision.recipe
+
+    with emulated(layer_.machine) as device:
+        results = run_ranks(layer_.world, work)
+    assert set(device.launches.values()) == {2}
+    for rank, (y, recipe) in enumerate(results):
+        assert torch.equal(y, layer_.expected(rank, recipe))
+
+
+@ALL
+def test_no_token_anywhere(kernel: str) -> None:
+    world = case(kernel).world
+    assert differences(dataclasses.replace(case(kernel), ids=((),) * world)) == []
+
+
+@ALL
+def test_a_rank_that_does_not_come_is_noticed(kernel: str) -> None:
+    layer_ = case(kernel)
+
+    def work(rank: int) -> None:
+        prepared = layer_.prepare(rank)
+        if rank:
+            prepared.forward(layer_.x(rank), layer_.topk(rank))
+
+    with (
+        mock.patch.object(cluster, "TIMEOUT_S", 0.5),
+        emulated(layer_.machine),
+        pytest.raises(ContractBroken, match="waits at"),
+    ):
+        run_ranks(layer_.world, work)
+
+
+def test_ranks_that_prepare_in_another_order_are_noticed() -> None:
+    first = case("sm90_pull_bf16")
+    second = dataclasses.replace(first, activation=megamoe.Activation(limit=3.0))
+
+    def work(rank: int) -> None:
+        for layer_ in (first, second)[:: 1 if rank else -1]:
+            layer_.prepare(rank)
+
+    with emulated(), pytest.raises((ContractBroken, RankFailure)):
+        run_ranks(first.world, work)
+
+
+@pytest.mark.parametrize("kernel", ["sm90_push_bf16", "sm90_push_fp8"])
+def test_an_id_past_the_last_expert_never_reaches_a_kernel_that_traps(kernel: str) -> None:
+    layer_ = dataclasses.replace(
+        case(kernel), placement=Placement.contiguous(4, 1), ids=(((0, 1),),)
+    )
+    with emulated(layer_.machine), layer_.prepare(0) as prepared:
+        topk = layer_.topk(0)
+        wild = dataclasses.replace(topk, ids=topk.ids + 7)
+        with pytest.raises(BadInput, match=r"outside \[-1, 4\)"):
+            prepared.forward(layer_.x(0), wild)
+        assert prepared._kernel is not None
+        batch = Batch(x=layer_.x(0), ids=wild.ids.to(torch.int32), weights=topk.weights, tokens=1)
+        with pytest.raises(Trap):  # what would have happened
+            prepared._kernel.run(batch, torch.empty_like(layer_.x(0)))
+        with pytest.raises(Trap, match="context was lost"):
+            prepared.forward(layer_.x(0), topk)
+
+
+# --- the door ------------------------------------------------------------------------------------
+
+
+def test_an_absent_flashinfer_is_named_with_the_version_needed() -> None:
+    with pytest.raises(Unsupported, match=r"install flashinfer-python >= 0\.7\.4"):
+        flashinfer.load("moe_ep_of_another_world")
+
+
+@ALL
+def test_a_flashinfer_without_a_field_is_named(kernel: str) -> None:
+    layer_ = case(kernel)
+    real = flashinfer.build
+
+    def older(module: Any, name: str, fields: Any) -> Any:
+        if "top_k" in fields or "num_topk" in fields:
+            fields = dict(fields) | {"of_the_next_release": 1}
+        return real(module, name, fields)
+
+    with (
+        emulated(layer_.machine),
+        mock.patch.object(flashinfer, "build", older),
+        pytest.raises(Unsupported, match=r"has no .*of_the_next_release.*written for 0\.7\.4"),
+    ):
+        run_ranks(layer_.world, layer_.prepare)
+
+
+def test_the_environment_is_left_as_it_was() -> None:
+    layer_ = dataclasses.replace(
+        case("sm90_pull_bf16"), placement=Placement.contiguous(4, 1), ids=(((0, 1),),)
+    )
+    for before in (None, "0"):
+        with mock.patch.dict(os.environ, {} if before is None else {"MEGA_NO_DIST": before}):
+            os.environ.pop("MEGA_NO_DIST", None) if before is None else None
+            with emulated(), layer_.prepare(0) as prepared:
+                assert os.environ.get("MEGA_NO_DIST") == before
+                prepared.forward(layer_.x(0), layer_.topk(0))
+                assert os.environ.get("MEGA_NO_DIST") == before
+            assert os.environ.get("MEGA_NO_DIST") == before
+
+
+def test_one_rank_of_a_larger_job_must_say_which_group_it_is() -> None:
+    layer_ = dataclasses.replace(
+        case("sm90_pull_bf16"), placement=Placement.contiguous(4, 1), ids=(((0, 1),),)
+    )
+
+    def work(rank: int) -> str:
+        with pytest.raises(BadInput, match="is not the one rank of the layer") as caught:
+            layer_.prepare(0)
+        return str(caught.value)
+
+    with emulated():
+        assert "new_group" in run_ranks(2, work)[0]
+
+
+@pytest.mark.parametrize("kernel", ["sm90_standalone_mxfp4"])
+def test_one_rank_without_a_group_leaves_none_behind(kernel: str) -> None:
+    layer_ = dataclasses.replace(
+        case(kernel), placement=Placement.contiguous(4, 1), ids=(((0, 1), (2, -1)),)
+    )
+    assert differences(layer_) == []
+    assert not dist.is_initialized()
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def inexact(q: Quantised) -> Quantised:
+    assert q.global_scale is not None
+    return dataclasses.replace(q, global_scale=q.global_scale * 1.2)
+
+
+@pytest.mark.parametrize("kernel", ["sm90_pull_bf16", "sm90_push_bf16"])
+def test_values_that_bf16_cannot_hold_are_refused_on_every_rank(kernel: str) -> None:
+    layer_ = dataclasses.replace(case(kernel), weights=NVFP4)
+
+    def work(rank: int) -> None:
+        held = layer_.held(rank)
+        if rank:
+            experts = dataclasses.replace(held.experts, w2=inexact(held.experts.w2))
+            held = dataclasses.replace(held, experts=experts)
+        expected = Unsupported if rank else RankFailure
+        with pytest.raises(expected, match=r"w2 of expert slot 0.* are no BF16 numbers"):
+            megamoe.prepare(held, dist.group.WORLD, max_tokens_per_rank=4, top_k=2, kernel=kernel)
+
+    with emulated() as device:
+        run_ranks(layer_.world, work)
+    assert device.launches == {}
+
+
+@ALL
+def test_weights_as_computed_are_the_weights_where_they_fit(kernel: str) -> None:
+    from test_sm90_mutants import BY_NAME
+
+    experts = case(kernel).experts()
+    computed = BY_NAME[kernel].as_computed(experts)
+    assert torch.equal(dequantise(computed.w13), dequantise(experts.w13))
+    assert torch.equal(dequantise(computed.w2), dequantise(experts.w2))
+
+
+@pytest.mark.parametrize("kernel", ["sm90_pull_nvfp4", "sm90_standalone_nvfp4"])
+def test_nvfp4_of_any_scale_is_what_as_computed_says(kernel: str) -> None:
+    """A scale of 1.125 is no power of two: the kernel multiplies with other weights."""
+    from test_sm90_mutants import BY_NAME
+
+    layer_ = case(kernel)
+    odd = layer_.experts()
+    scale = odd.w2.scale
+    assert scale is not None
+    bumped = (scale.view(torch.uint8) + 1).view(scale.dtype)  # * 1.125
+    experts = dataclasses.replace(odd, w2=dataclasses.replace(odd.w2, scale=bumped))
+    computed = BY_NAME[kernel].as_computed(experts)
+    true, held = dequantise(experts.w2), dequantise(computed.w2)
+    moved = (true != held).double().mean()
+    assert 0.1 < float(moved) < 0.5
+    assert bool(((true - held).abs() <= true.abs() / 21 + 1e-300).all())
+
+    class Odd(Layer):
+        def experts(self) -> Any:
+            return experts
+
+    fields = {f.name: getattr(layer_, f.name) for f in dataclasses.fields(layer_)}
+    outputs, recipe, _ = forward(Odd(**fields))
+    whole = dataclasses.replace(layer_.whole(), experts=computed)
+    for rank, (y,) in enumerate(outputs):
+        want = layer(layer_.x(rank), layer_.topk(rank), whole, Emulated(recipe))
+        assert torch.equal(y, want)
+
+
+# --- pull FP8 with one scale a tensor ------------------------------------------------------------
+
+
+def tensor_layer(world: int) -> Layer:
+    slots = ((3, 1), (0, 2))[:world] if world == 2 else ((0, 1, 2, 3),)
+    ids = (((0, 1), (2, 3), (1, 2)), ((3, 0),))[:world]
+    return Layer(
+        kernel="sm90_pull_fp8_tensor",
+        weights=FP8_TENSOR,
+        placement=Placement(num_experts=4, slots=slots),
+        ids=ids,
+        capacity=3,
+        activation=megamoe.Activation(limit=0.75),
+    )
+
+
+def tensor_context(layer_: Layer, rank: int, scales: Any) -> Context:
+    request = megamoe.Request.of(layer_.held(rank), top_k=2, max_tokens_per_rank=3)
+    physical = Placement.contiguous(4, layer_.world)
+    return Context(
+        request=dataclasses.replace(request, placement=physical),
+        machine=layer_.machine,
+        device=torch.device("cpu"),
+        rank=rank,
+        group=dist.group.WORLD if layer_.world > 1 else None,
+        options={} if scales is None else {"activation_scales": scales},
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pull_fp8_per_tensor(world: int) -> None:
+    layer_, scales = tensor_layer(world), (0.01, 0.003)
+
+    def work(rank: int) -> torch.Tensor:
+        context = tensor_context(layer_, rank, scales)
+        kernel = Sm90PullFp8Tensor.prepare(layer_.held(rank), context)
+        physical = {e: i for i, e in enumerate(sum(layer_.placement.slots, ()))}
+        ids = torch.tensor([[physical[e] for e in row] for row in layer_.ids[rank]])
+        x, topk = layer_.x(rank), layer_.topk(rank)
+        out = torch.empty_like(x)
+        kernel.warmup()
+        kernel.run(Batch(x=x, ids=ids, weights=topk.weights, tokens=3), out)
+        kernel.close()
+        return out
+
+    with emulated():
+        outputs = run_ranks(world, work)
+    recipe = Sm90PullFp8Tensor.recipe_of(*map(_single, scales))
+    for rank, y in enumerate(outputs):
+        assert torch.equal(y, layer_.expected(rank, recipe))
+
+
+def _single(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def test_pull_fp8_per_tensor_compares_its_scales_over_the_ranks() -> None:
+    layer_ = tensor_layer(2)
+    facts = [
+        Sm90PullFp8Tensor.must_agree(layer_.held(0), tensor_context(layer_, 0, scales))
+        for scales in ((0.01, 0.003), (0.01, 0.004), (0.01, 0.003))
+    ]
+    assert facts[0] == facts[2] != facts[1]
+
+
+def test_pull_fp8_per_tensor_without_scales_is_refused() -> None:
+    layer_ = tensor_layer(1)
+    with pytest.raises(Unsupported, match="needs calibrated activation scales"):
+        Sm90PullFp8Tensor.prepare(layer_.held(0), tensor_context(layer_, 0, None))
+
+
+# --- standalone NVFP4's two families -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "capacity", "remedy"),
+    [("fused", 257, "use 'auto' or 'split'"), ("both", 8, "use 'auto', 'fused' or 'split'")],
+)
+def test_a_family_of_another_recipe_is_refused(family: str, capacity: int, remedy: str) -> None:
+    from megamoe.kernels.sm90_standalone_nvfp4 import family_of
+
+    context = tensor_context(tensor_layer(1), 0, None)
+    request = dataclasses.replace(context.request, max_tokens_per_rank=capacity)
+    asked = dataclasses.replace(context, request=request, options={"family": family})
+    with pytest.raises(BadInput, match=remedy):
+        family_of(asked)
+    for fine in ("auto", "split"):
+        assert family_of(dataclasses.replace(asked, options={"family": fine})) == fine
+
+
+def test_bf16_layers_have_their_own_storage() -> None:
+    """A BF16 checkpoint's w2 is a view, its w13 a copy: nothing of it may be written."""
+    layer_ = case("sm90_pull_bf16")
+    before = layer_.experts().w2.data.clone()
+    assert differences(layer_) == []
+    assert torch.equal(layer_.experts().w2.data, before)
+    assert layer_.weights is PLAIN_BF16
+    assert issubclass(Unsupported, MegaMoEError)
