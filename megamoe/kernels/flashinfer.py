@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -37,13 +38,17 @@ def load(module: str) -> Any:
 
 def build(module: Any, name: str, fields: Mapping[str, Any]) -> Any:
     """``module.name(**fields)``; a FlashInfer that lacks either is named as too old or too new."""
+    made = getattr(module, name, None)
     try:
-        return getattr(module, name)(**fields)
-    except (AttributeError, TypeError) as error:
+        if made is None:
+            raise TypeError(f"there is no {name}")
+        inspect.signature(made).bind(**fields)
+    except TypeError as error:
         raise Unsupported(
             f"the installed FlashInfer has no {name}({', '.join(fields)}) ({error}); "
             f"these adapters were written for {LEAST}"
         ) from error
+    return made(**fields)
 
 
 # --- the ranks ----------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from megamoe.formats import (
     Quantised,
     ScaleRule,
     dequantise,
-    quantise,
 )
 from megamoe.kernels.layout import CanonicalExperts, balance_nvfp4, neutral_zero_blocks
 from megamoe.problem import ExpertWeights
@@ -63,10 +62,29 @@ FP8_64X128: Final = Format(name="fp8_64x128", element=E4M3, block=(64, 128), sca
 
 
 def coded(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """BF16 rows [n, H] as codes [n, H] and scales [n, H / block], by the format's own rule."""
-    q = quantise(x, fmt)
-    assert q.scale is not None
-    return q.data, q.scale
+    """BF16 rows [n, H] as E4M3 codes [n, H] and float32 scales [n, H / block] or [n, 1].
+
+    The codes and scales of ``formats.quantise``, from float32 operations that a CUDA graph can
+    hold. fmt: E4M3 with a scale for columns of a row, amax over 448 by true divisions, 1 for zeros.
+    """
+    rule, top = fmt.rule, fmt.element.max
+    assert rule is not None
+    assert (rule.kind, rule.quotient, rule.apply) == ("amax", "divide", "divide")
+    assert (fmt.element, fmt.block[0]) == (E4M3, 1)
+    blocks = x.to(torch.float32).unflatten(1, (-1, fmt.block[1] or x.shape[1]))
+    amax = blocks.abs().amax(dim=-1)
+    scale = amax / torch.full_like(amax, top)  # a tensor: by a number it would be a reciprocal
+    scale = torch.where(scale == 0, 1.0, scale)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    codes = (blocks / scale[..., None]).clamp(-top, top).to(torch.float8_e4m3fn)
+    return codes.flatten(1), scale
+
+
+def static_coded(x: Tensor, scale: float) -> Tensor:
+    """BF16 rows [n, H] as E4M3 codes under a scale that is given; past 448 they saturate."""
+    wide = x.to(torch.float32)
+    top = E4M3.max
+    return (wide / torch.full_like(wide, scale)).clamp(-top, top).to(torch.float8_e4m3fn)
 
 
 # --- experts --------------------------------------------------------------------------------------

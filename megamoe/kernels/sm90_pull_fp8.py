@@ -40,6 +40,7 @@ from megamoe.kernels.operands import (
     canonical,
     coded,
     matrix_fp8,
+    static_coded,
 )
 from megamoe.problem import ExpertWeights, MoEWeights, Recipe
 
@@ -187,13 +188,13 @@ class Sm90PullFp8Tensor(Kernel):
             fc1_activation_dequant_scale=fc1_scale,
             fc2_activation_dequant_scale=fc2_scale,
         )
-        return cls(layer, static(fc1_scale))
+        return cls(layer, fc1_scale)
 
-    def __init__(self, layer: flashinfer.MegaLayer, act: Format) -> None:
-        self.layer, self.act = layer, act
+    def __init__(self, layer: flashinfer.MegaLayer, scale: float) -> None:
+        self.layer, self.scale = layer, scale
 
     def run(self, batch: Batch, out: Tensor) -> None:
-        codes, _ = coded(batch.x, self.act)
+        codes = static_coded(batch.x, self.scale)
         n, blocks = codes.shape[0], -(-codes.shape[1] // 32)
         # A plane of ones that travels with the tokens and scales nothing.
         ones = torch.full((n, blocks), 127, dtype=torch.uint8, device=codes.device)

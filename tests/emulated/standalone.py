@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +116,6 @@ class Buffer:
 
 
 def module(device: Device) -> SimpleNamespace:
-    def buffer(*args: Any, **kwargs: Any) -> Buffer:
-        return Buffer(device, *args, **kwargs)
-
     def pack(
         b: Buffer, l1: Tensor, l2: Tensor, g1: Tensor | None, g2: Tensor | None
     ) -> layout.StandaloneWeights:
@@ -182,7 +180,7 @@ def module(device: Device) -> SimpleNamespace:
 
     return SimpleNamespace(
         select_mxfp4_fused_plan=plan,
-        MegaMoESymmBuffer=buffer,
+        MegaMoESymmBuffer=functools.partial(Buffer, device),
         mxfp4_mega_moe=mxfp4_mega_moe,
         nvfp4_mega_moe=nvfp4_mega_moe,
     )
