@@ -8,6 +8,7 @@ down to k_max - 17 are exact. Blocks of nothing but zeros are exact under any sc
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megamoe.errors import bad_input
 from megamoe.formats import E4M3, MXFP4, NVFP4, Quantised, encode, pack, power_of_two, unpack
@@ -25,29 +26,45 @@ def mxfp4_to_nvfp4(q: Quantised) -> Quantised:
     """
     if q.format != MXFP4 or len(q.shape) != 3:
         raise bad_input("cast to nvfp4", f"of {q.format}", "is not of mxfp4 experts", "load mxfp4")
+    place = first_inexact(q)
+    if place is not None:
+        expert, row, block = place
+        raise bad_input(
+            "cast to nvfp4", f"of expert {expert}, row {row}, block {block}",
+            "is not exact: its scale is over 2^17 times below the expert's greatest",
+            "keep it in mxfp4",
+        )  # fmt: skip
+    k, m = _exponents(q)
+    scale = encode(power_of_two((k - m).clamp(min=BOTTOM)), E4M3).repeat_interleave(2, dim=-1)
+    codes = unpack(q.data)
+    return Quantised(
+        format=NVFP4,
+        data=pack(torch.where(codes == 8, 0, codes)),
+        scale=scale,
+        global_scale=power_of_two(m[:, 0]).to(torch.float32).repeat(1, q.row_groups),
+        row_groups=q.row_groups,
+    )
+
+
+def first_inexact(q: Quantised) -> tuple[int, int, int] | None:
+    """(expert, row, block of 32) of the first block that the cast would round, or None."""
+    k, m = _exponents(q)
+    nonzero = ((unpack(q.data) & 7) != 0).unflatten(-1, (-1, MXFP4.block[1])).any(dim=-1)
+    inexact = (nonzero & (k - m < BOTTOM)).nonzero()
+    if not len(inexact):
+        return None
+    expert, row, block = inexact[0].tolist()
+    return expert, row, block
+
+
+def _exponents(q: Quantised) -> tuple[Tensor, Tensor]:
+    """k of each block [n, rows, blocks] and m of each expert [n, 1, 1], int64.
+
+    A scale byte of 0 is how MXFP4 writes a block of zeros, so it does not set the range.
+    """
     assert q.scale is not None
     k = q.scale.to(torch.int64) - BIAS
-    # A scale byte of 0 is how MXFP4 writes an all-zero block; it does not set the range.
-    sets_range = q.scale > 0
-    lowest = torch.iinfo(torch.int64).min
-    k_max = torch.where(sets_range, k, lowest).flatten(1).amax(dim=1)
-    k_max = torch.where(sets_range.flatten(1).any(dim=1), k_max, 0)
-    m = (k_max - TOP)[:, None, None]
-    codes = unpack(q.data).unflatten(-1, (-1, MXFP4.block[1]))
-    nonzero = ((codes & 7) != 0).any(dim=-1)
-    out = nonzero & (k - m < BOTTOM)
-    if bool(out.any()):
-        expert, row, block = out.nonzero()[0].tolist()
-        low, top = int(k[expert, row, block]), int(k_max[expert])
-        raise bad_input(
-            "cast to nvfp4", f"of expert {expert}, row {row}, block {block} with scale 2^{low}",
-            f"is not exact: it lies more than 2^17 below the expert's greatest, 2^{top}",
-            "load the checkpoint as mxfp4",
-        )  # fmt: skip
-    scale = encode(power_of_two((k - m).clamp(min=BOTTOM)), E4M3).repeat_interleave(2, dim=-1)
-    positive_zero = torch.where(codes == 8, 0, codes).flatten(-2)
-    factor = power_of_two(k_max - TOP).to(torch.float32)[:, None].repeat(1, q.row_groups)
-    return Quantised(
-        format=NVFP4, data=pack(positive_zero), scale=scale, global_scale=factor,
-        row_groups=q.row_groups,
-    )  # fmt: skip
+    sets_range = (q.scale > 0).flatten(1)
+    k_max = torch.where(sets_range, k.flatten(1), -BIAS).amax(dim=1)
+    k_max = torch.where(sets_range.any(dim=1), k_max, 0)
+    return k, (k_max - TOP)[:, None, None]
