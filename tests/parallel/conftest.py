@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -23,6 +26,10 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     multiprocessing.set_forkserver_preload(["parallel.work"])
+    with pytest.MonkeyPatch.context() as patch:
+        # What the server cannot import it skips without a word, and then each rank imports torch.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
     # gloo on the loopback device: a test machine's own name need not resolve.
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     with Pool(
