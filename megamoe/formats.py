@@ -235,6 +235,12 @@ def exponent_of(values: Tensor) -> Tensor:
     return ((values.view(torch.int64) >> 52) & 0x7FF) - 1023
 
 
+def last_bit_of(values: Tensor) -> Tensor:
+    """The exponent of the lowest set bit of float64 values, int64; meaningless for zeros."""
+    mantissa = (values.view(torch.int64) & ((1 << 52) - 1)) | (1 << 52)
+    return exponent_of(values) - 52 + exponent_of((mantissa & -mantissa).to(F64))
+
+
 def round_to(values: Tensor, element: Element) -> Tensor:
     """The nearest values of ``element``, ties to even, as float64.
 
@@ -498,7 +504,7 @@ def _scales(amax: Tensor, fmt: Format, multiplier: Tensor | None) -> Tensor:
     assert element is not None
     if rule.kind == "static":
         return round_to(torch.full_like(amax, rule.top), element)
-    top = rn32(torch.tensor(rule.top, dtype=F64, device=amax.device)).to(F64)
+    top = rn32(amax.new_full((), rule.top)).to(F64)  # filled on the device: safe in a capture
     if rule.kind == "two_level":
         assert multiplier is not None
         top = rn32(top * multiplier).to(F64)
@@ -645,6 +651,23 @@ def dequantise(q: Quantised, *, to: Element | None = None, rows: slice = slice(N
             column = torch.arange(q.shape[-1], device=values.device) // width
             values = values * scale.index_select(-1, column)
     return values if to is None else encode(round_to(values, to), to)
+
+
+def bit_range(q: Quantised, *, rows: slice = slice(None)) -> tuple[Tensor, Tensor] | None:
+    """Exponents (low, high) of each row: its values are multiples of 2**low and below 2**high.
+
+    int64 [..., rows], read off the scales alone; None for a format without scales.
+    """
+    if q.scale is None or not q.scale.numel():
+        return None
+    element = q.format.element
+    scale = _spread(effective_scale(q), q, rows)
+    low = torch.where(scale == 0, 1 << 20, last_bit_of(scale)).amin(-1)
+    greatest = math.frexp(max(element.max, -element.min))[1]
+    return (
+        low + element.min_exponent - element.mantissa_bits,
+        exponent_of(scale).amax(-1) + 1 + greatest,
+    )
 
 
 def error_bound(values: Tensor, q: Quantised) -> Tensor:

@@ -11,18 +11,30 @@ Shapes: M rows of a, N rows of b, K terms; R elements to repair.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamoe.formats import F64, exponent_of, power_of_two, rn32
+from megamoe.formats import F64, exponent_of, last_bit_of, power_of_two, rn32
 
 UNIT = 2.0**-53  # float64's unit roundoff
 BLOCK = 256  # terms summed by one matrix product; shorter blocks tighten the bound
 REPAIR_TERMS = 1 << 21  # terms gathered at once while repairing: bounds its memory
 
 
-Product = tuple[Tensor, Tensor, Tensor]  # a, b, and the float32 [M, N] that takes their dots
+Range = tuple[
+    Tensor, Tensor
+]  # of each row: exponents (low, high) as `formats.bit_range` gives them
+
+
+class Product(NamedTuple):
+    """Two operands, and the [M, N] that takes their dots; ``range_b``: of b's rows, if known."""
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    range_b: Range | None = None
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -33,7 +45,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     infinities follow IEEE in the elements they enter. A zero comes out as +0.
     """
     out = torch.empty(len(a), len(b), dtype=torch.float32, device=a.device)
-    dots([(a, b, out)])
+    dots([Product(a, b, out)])
     return out
 
 
@@ -45,8 +57,9 @@ def dots(products: Iterable[Product]) -> None:
     """
     waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
     held = 0
-    for a, b, out in products:
-        row, column = _estimate(a, b, out)
+    for product in products:
+        a, b, out, _ = product
+        row, column = _estimate(product)
         step = max(1, REPAIR_TERMS // max(1, a.shape[1]))
         for i, j in zip(row.split(step), column.split(step), strict=True) if len(row) else ():
             waiting.append((a[i], b[j], out, i, j))
@@ -57,10 +70,13 @@ def dots(products: Iterable[Product]) -> None:
     _repair(waiting)
 
 
-def _estimate(a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def _estimate(product: Product) -> tuple[Tensor, Tensor]:
     """Fill ``out``; rows and columns of the elements that one float64 product leaves undecided."""
+    a, b, out, range_b = product
     total, terms = _blocked_product(a, b)
     bound = _error_bound(a, b, terms)
+    if range_b is not None:
+        bound = torch.where(_plain_sum_is_exact(a, range_b), 0.0, bound)
     low, high = rn32(total - bound), rn32(total + bound)
     torch.add(torch.where(low == high, low, rn32(total)), 0.0, out=out)  # -0 + 0 is +0
     row, column = ((low != high) & total.isfinite()).nonzero().unbind(1)
@@ -101,6 +117,19 @@ def _error_bound(a: Tensor, b: Tensor, terms: int) -> Tensor:
     """
     norms: Tensor = torch.linalg.vector_norm(a, dim=1)[:, None] * torch.linalg.vector_norm(b, dim=1)
     return norms * ((terms + 4) * UNIT * 1.01)
+
+
+def _plain_sum_is_exact(a: Tensor, range_b: Range) -> Tensor:
+    """Where the operands' bits leave nothing to round in any order of summation, bool [M, N].
+
+    Low-precision weights put every product on one coarse grid: there float32 ties abound, which no
+    interval could decide, and the float64 sum is the exact one.
+    """
+    used = a != 0
+    low_a = torch.where(used, last_bit_of(a), 1 << 20).amin(1)
+    high_a = torch.where(used, exponent_of(a) + 1, -(1 << 20)).amax(1)
+    low, high = low_a[:, None] + range_b[0], high_a[:, None] + range_b[1]
+    return high + a.shape[1].bit_length() - low <= 53
 
 
 def _exact_dot(a: Tensor, b: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from megamoe.formats import (
     Element,
     Format,
     Quantised,
+    bit_range,
     dequantise,
     quantise,
     rn32,
@@ -105,8 +106,8 @@ class Exact:
         return values.to(F64)
 
     def dots(self, products: Iterable[Product]) -> None:
-        for a, b, out in products:
-            out.copy_(a @ b.T)
+        for product in products:
+            product.out.copy_(product.a @ product.b.T)
 
     def narrow(self, values: Tensor) -> Tensor:
         return values
@@ -261,15 +262,21 @@ def _product(operand: Tensor, matrices: Quantised, groups: Groups, a: Arithmetic
     def products() -> Iterator[Product]:
         first = 0
         for expert, count in groups:
+            one = matrices[expert : expert + 1]
             tokens = slice(first, first + count)
             first += count
             for start in range(0, rows, step):
                 part = slice(start, start + step)
-                matrix = dequantise(matrices[expert : expert + 1], rows=part)[0]
-                yield operand[tokens], matrix, out[tokens, part]
+                matrix = dequantise(one, rows=part)[0]
+                yield Product(operand[tokens], matrix, out[tokens, part], _range(one, part))
 
     a.dots(products())
     return out
+
+
+def _range(one: Quantised, rows: slice) -> tuple[Tensor, Tensor] | None:
+    known = bit_range(one, rows=rows)
+    return None if known is None else (known[0][0], known[1][0])
 
 
 def _biased(values: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:

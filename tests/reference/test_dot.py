@@ -19,7 +19,22 @@ from hypothesis import strategies as st
 from scalar_layer import nearest
 from torch import Tensor
 
-from megamoe.formats import E2M1, E4M3, F64, code_values, rn32
+from megamoe.formats import (
+    E2M1,
+    E4M3,
+    F64,
+    INT4_G32,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Format,
+    Quantised,
+    bit_range,
+    code_values,
+    dequantise,
+    quantise,
+    rn32,
+)
 from megamoe.reference import dot as module
 from megamoe.reference.dot import dot, sum_to_odd, two_sum
 
@@ -271,6 +286,63 @@ def test_the_bound_settles_almost_everything() -> None:
     bound = module._error_bound(a, b, terms)
     unsettled = rn32(total - bound) != rn32(total + bound)
     assert 0 < int(unsettled.sum()) < unsettled.numel() / 100
+
+
+# --- where the plain sum is exact -----------------------------------------------------------------
+
+
+def coarse(fmt: Format, seed: int, spread: int) -> tuple[Tensor, Quantised]:
+    """BF16 rows, and a matrix on a coarse grid: random codes under power-of-two scales."""
+    g = torch.Generator().manual_seed(seed)
+    a = torch.randn(3, 64, generator=g).to(torch.bfloat16).to(F64)
+    data = torch.randint(0, 256, (5, 64 // fmt.element.packed), generator=g, dtype=torch.uint8)
+    if fmt.element is E4M3:
+        data = torch.where((data & 0x7F) == 0x7F, 0, data).view(torch.float8_e4m3fn)
+    scale = torch.randint(120, 121 + spread, (5, 2), generator=g, dtype=torch.uint8)
+    return a, Quantised(format=fmt, data=data, scale=scale)
+
+
+def ranged(a: Tensor, q: Quantised) -> module.Product:
+    return module.Product(a, dequantise(q), torch.empty(3, 5), bit_range(q))
+
+
+@pytest.mark.parametrize("fmt", [MXFP4, MXFP8], ids=str)
+@pytest.mark.parametrize("spread", [0, 3, 60])
+def test_a_known_range_changes_no_bits(fmt: Format, spread: int) -> None:
+    proven = 0
+    for seed in range(20):
+        a, q = coarse(fmt, seed, spread)
+        product = ranged(a, q)
+        proven += int(module._plain_sum_is_exact(a, bit_range(q)).sum())
+        module.dots([product])
+        check(lambda a, b, out=product.out: out, a, product.b)
+    assert proven > 0
+    assert (proven < 20 * 3 * 5) == (spread == 60)
+
+
+def test_ranges_enclose_every_value() -> None:
+    for fmt in (MXFP4, MXFP8, INT4_G32, NVFP4):
+        g = torch.Generator().manual_seed(1)
+        q = quantise(torch.randn(4, 64, generator=g), fmt)
+        low, high = bit_range(q)
+        for row, least, most in zip(
+            dequantise(q).tolist(), low.tolist(), high.tolist(), strict=True
+        ):
+            for value in map(Fraction, row):
+                assert abs(value) < Fraction(2) ** most
+                assert (value / Fraction(2) ** least).denominator == 1
+
+
+def test_a_range_too_narrow_is_seen() -> None:
+    """The planted fault: a range that calls an inexact sum exact."""
+    wrong = 0
+    for seed in range(200):
+        a, q = coarse(MXFP8, seed, 60)
+        _, high = bit_range(q)
+        product = ranged(a, q)._replace(range_b=(high - 2, high))
+        module.dots([product])
+        wrong += not torch.equal(product.out, dot(a, product.b))
+    assert wrong
 
 
 # --- the exact sum --------------------------------------------------------------------------------

@@ -191,13 +191,13 @@ def test_float32_terms(recipe: Recipe) -> None:
 
 
 def float32_dots(products):
-    for a, b, out in products:
+    for a, b, out, _ in products:
         out.copy_(a.to(torch.float32) @ b.to(torch.float32).T)
 
 
 def truncated_dots(products):
     """Rounded towards zero, as a tensor core's accumulator might."""
-    for a, b, out in products:
+    for a, b, out, _ in products:
         exact = a @ b.T
         near = exact.to(torch.float32)
         over = near.to(torch.float64).abs() > exact.abs()
