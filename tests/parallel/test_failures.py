@@ -66,7 +66,8 @@ def test_a_fingerprint_that_differs_raises_on_every_rank(pool: Pool) -> None:  #
 def test_a_rank_that_raises_before_its_launch(pool: Pool) -> None:
     found, values = outcome(pool, "bad tokens in forward")
     assert found.status == "done"
-    assert values[WHO][0] == "RankFailure" or values[WHO][0] == "BadInput"
+    # `fail` has seen that its next call raises RankFailure: the others have given up.
+    assert values[WHO][0] == "BadInput"
     others_name_it(values, "raised BadInput: x of shape [1, 31]", "in forward #2 of layer 1")
     assert all(seconds < TIMEOUT for _, _, seconds in values.values())
 
@@ -101,6 +102,18 @@ def test_a_rank_that_dies(pool: Pool, where: str, words: tuple[str, ...]) -> Non
     assert (found.status, found.rank) == ("died", WHO)
     assert "exit code 7" in found.message
     others_name_it(values, *words)
+
+
+def test_rank_0_dies_and_the_store_with_it(pool: Pool) -> None:
+    found = pool.run(
+        fail, timeout=60.0, problem=PROBLEM, who=0, how="dies in forward", timeout_s=TIMEOUT
+    )
+    assert (found.status, found.rank) == ("died", 0)
+    assert set(found.values) == {1, 2, 3}
+    for kind, text, seconds in found.values.values():
+        assert kind == "RankFailure"
+        assert "rank 0" in text
+        assert seconds < BOUND
 
 
 def test_a_call_that_cannot_raise_aborts_the_process_and_names_the_rank(pool: Pool) -> None:
