@@ -1,0 +1,204 @@
+"""The command line: each command is a thin door to the calls that a program would make."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import megamoe
+from megamoe import oracle
+from megamoe.api import decide, read_settings
+from megamoe.checkpoint import write_demo
+from megamoe.dispatch import doctor
+from megamoe.dispatch.explain import describe, explain, support_table
+from megamoe.dispatch.machine import MACHINES, probe
+from megamoe.dispatch.models import MODELS, model, published_format
+from megamoe.dispatch.select import KERNELS
+from megamoe.errors import MegaMoEError, Mismatch, bad_input
+from megamoe.problem import Machine, Request
+from megamoe.reference.canary import digest
+from megamoe.reference.router import logits as exact_logits
+from megamoe.suite import results, run
+from megamoe.suite.cases import CASES, case
+
+say = Console(highlight=False, soft_wrap=True, markup=False).print
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; errors are one line on standard error, with a traceback only if asked."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args) or 0)
+    except MegaMoEError as error:
+        if args.traceback:
+            raise
+        print(f"megamoe {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megamoe", description=(megamoe.__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--version", action="version", version=f"megamoe {megamoe.__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show tracebacks of errors")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="run and judge one layer, on any machine")
+    demo.add_argument(
+        "--checkpoint", type=Path, help="a checkpoint directory (default: a small one)"
+    )
+    demo.add_argument("--layer", type=int, default=0)
+    demo.add_argument("--tokens", type=int, default=64)
+    demo.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    demo.set_defaults(run=_demo)
+
+    check = commands.add_parser("doctor", help="what this machine has and lacks, with remedies")
+    check.set_defaults(run=_doctor)
+
+    judge = commands.add_parser("check", help="judge this machine's kernels on real rank processes")
+    judge.add_argument("--kernel", action="append", help="only this one; may be given again")
+    judge.add_argument("--world-size", type=int, default=1, metavar="N")
+    judge.add_argument("--core", action="store_true", help="the core cases only")
+    judge.add_argument("--case", action="append", help="only this one; may be given again")
+    judge.add_argument("--results", type=Path, help="a folder for the records, as JSON")
+    judge.set_defaults(run=_check)
+
+    why = commands.add_parser("explain", help="which kernel, and why not the others")
+    why.add_argument("model", nargs="?", help=f"one of {', '.join(MODELS)}")
+    why.add_argument("--checkpoint", type=Path, help="a checkpoint directory instead of a model")
+    why.add_argument("--layer", type=int, default=0)
+    why.add_argument("--format", help="of the weights, where the model is published in several")
+    why.add_argument("--machine", choices=[*MACHINES, "here"], default="here")
+    why.add_argument("--world-size", type=int, default=1, metavar="N")
+    why.add_argument("--tokens", type=int, default=512, help="max_tokens_per_rank")
+    why.add_argument("--table", action="store_true", help="print the support table and stop")
+    why.set_defaults(run=_explain)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    if args.checkpoint is not None:
+        return _run_layer(args, args.checkpoint)
+    with tempfile.TemporaryDirectory(prefix="megamoe-demo-") as folder:
+        say("1. a small checkpoint in the layout of Qwen3-MoE")
+        path = write_demo(Path(folder) / "checkpoint")
+        for file in sorted(path.iterdir()):
+            say(f"   {file.name}: {file.stat().st_size:,} bytes")
+        return _run_layer(args, path)
+
+
+def _run_layer(args: argparse.Namespace, path: Path) -> int:
+    if args.tokens < 0:
+        raise bad_input("--tokens", args.tokens, "is below 0", "pass a count")
+    weights = megamoe.load(path, args.layer, device=args.device)
+    if weights.router is None:
+        raise bad_input("layer", args.layer, "has no router", "choose a layer that has one")
+    request = Request.of(
+        weights, top_k=weights.router.top_k, max_tokens_per_rank=max(1, args.tokens)
+    )
+    say(f"2. layer {args.layer} loaded ({weights.family}, {weights.nbytes:,} bytes):")
+    say(f"   {describe(request)}")
+    x = oracle.normal_tokens(args.tokens, weights.hidden_size, device=weights.device)
+    topk = megamoe.route(exact_logits(x, weights.router), weights.router)
+    say("3. the decision")
+    decision = decide(request, weights.device, "auto", read_settings())
+    say("   " + str(decision).replace("\n", "\n   "))
+    with megamoe.prepare(weights, max_tokens_per_rank=max(1, args.tokens)) as layer:
+        start = time.perf_counter()
+        y = megamoe.forward(x, topk, layer)
+        took = time.perf_counter() - start
+        recipe = layer.decision.recipe
+    say(f"4. megamoe.forward: {list(y.shape)} {y.dtype} in {took:.3f} s, digest {digest(y)}")
+    report = oracle.judge(y, oracle.Inputs(x=x, topk=topk, weights=weights), recipe)
+    say("5. the verdict")
+    say("   " + str(report).replace("\n", "\n   "))
+    try:
+        report.raise_if_wrong()
+    except Mismatch:
+        return 1
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    say(doctor.report(probe("cuda" if torch.cuda.is_available() else "cpu")))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = run.machine_for(args.world_size, device)
+    kernels = [k for k in KERNELS if not args.kernel or k.sheet.name in args.kernel]
+    for name in set(args.kernel or ()) - {k.sheet.name for k in kernels}:
+        names = ", ".join(k.sheet.name for k in KERNELS)
+        raise bad_input("--kernel", repr(name), "is unknown", f"use one of {names}")
+    judged = failed = 0
+    for kernel in kernels:
+        shape = run.shape_of(kernel)
+        why = run.refused(kernel, CASES[0], shape, args.world_size, machine)
+        if why:
+            say(f"{kernel.sheet.name}: not run: {why}")
+            continue
+        with run.pool(args.world_size) as pool:
+            picked = (
+                [case(name) for name in args.case]
+                if args.case
+                else [c for c in CASES if c.core or not args.core]
+            )
+            for number, what in enumerate(picked):
+                entry = run.judge(pool, kernel, what, shape, machine, first=number == 0)
+                judged += 1
+                good = results.passed(entry)
+                failed += not good
+                say(f"{kernel.sheet.name}, {what.name}: {'passed' if good else 'FAILED'}")
+                if not good:
+                    say("   " + str(entry.get("message") or entry).replace("\n", "\n   "))
+                if args.results is not None:
+                    results.store(
+                        args.results, kernel.sheet.name, args.world_size, what.name, entry
+                    )
+    say(f"{judged} cases judged on {machine.name}, {failed} failed")
+    if not judged:
+        raise MegaMoEError("no kernel could be run here: nothing was judged")
+    return 1 if failed else 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    if args.table:
+        print(support_table())
+        return 0
+    say(explain(_request(args), _machine(args)))
+    return 0
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    if args.machine != "here":
+        return MACHINES[args.machine]
+    return probe("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _request(args: argparse.Namespace) -> Request:
+    if args.checkpoint is not None:
+        weights = megamoe.load(args.checkpoint, args.layer, world_size=args.world_size)
+        top_k = 1 if weights.router is None else weights.router.top_k
+        return Request.of(weights, top_k=top_k, max_tokens_per_rank=args.tokens)
+    if args.model is None:
+        raise bad_input("model", "None", "is not given", f"name one of {', '.join(MODELS)}")
+    chosen = model(args.model)
+    return chosen.request(
+        world_size=args.world_size,
+        max_tokens_per_rank=args.tokens,
+        weights=published_format(chosen, args.format),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Verdicts as records, a JSON file a (kernel, world size): several runs fill one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megamoe.problem import Machine
+from megamoe.suite.cases import CASES, Shape
+from megamoe.suite.pool import Outcome
+
+
+def record(outcome: Outcome, shape: Shape, machine: Machine) -> dict[str, Any]:
+    """One case's outcome: the worst rank of each figure, and what went wrong."""
+    ranks: list[Mapping[str, Any]] = [outcome.values[r] for r in sorted(outcome.values)]
+    entry: dict[str, Any] = {
+        "status": outcome.status,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "shape": asdict(shape),
+        "machine": machine.name,
+        "versions": {n: getattr(machine, n) for n in ("torch", "cuda", "flashinfer", "nvshmem")},
+    }
+    if outcome.status != "done":
+        return entry | {"message": str(outcome), "log": outcome.log[-1500:]}
+    messages = [f"rank {i}: {r['message']}" for i, r in enumerate(ranks) if r["message"]]
+    replays = [r["replay_equal"] for r in ranks if "replay_equal" in r]
+    return entry | {
+        "tokens": [r["tokens"] for r in ranks],
+        "right": all(r["right"] for r in ranks),
+        "recipe": all(r["recipe"] for r in ranks),
+        "share": min(r["share"] for r in ranks),
+        "share_floor": max(r["share_floor"] for r in ranks),
+        "worst_of_budget": max(r["worst_of_budget"] for r in ranks),
+        "repeat_equal": all(r["repeat_equal"] for r in ranks),
+        "message": "\n".join(messages),
+    } | ({"replay_equal": all(replays)} if replays else {})  # fmt: skip
+
+
+def passed(entry: Mapping[str, Any]) -> bool:
+    """Both verdicts, the same bits when repeated, and from every replay."""
+    demands = ("right", "recipe", "repeat_equal")
+    return (
+        entry["status"] == "done"
+        and all(bool(entry[demand]) for demand in demands)
+        and bool(entry.get("replay_equal", True))
+    )
+
+
+def store(folder: Path, kernel: str, world: int, name: str, entry: Mapping[str, Any]) -> None:
+    """Add or replace one case's record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{kernel}-world{world}.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known[name] = dict(entry)
+    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def load(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """All records under ``folder``: (kernel, world size) to case name to record."""
+    found = {}
+    for file in sorted(folder.glob("*-world*.json")):
+        kernel, _, world = file.stem.rpartition("-world")
+        found[kernel, int(world)] = json.loads(file.read_text())
+    return found
+
+
+COLUMNS = (
+    "kernel",
+    "ranks",
+    "case",
+    "right",
+    "this recipe",
+    "bits equal",
+    "floor",
+    "error / budget",
+)
+
+
+def table(found: Mapping[tuple[str, int], Mapping[str, Any]], kernels: Sequence[str]) -> str:
+    """Markdown: a row a kernel, world size and case; kernels that were never run say so."""
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS)]
+    order = {c.name: i for i, c in enumerate(CASES)}
+    for kernel in kernels:
+        worlds = sorted(world for name, world in found if name == kernel)
+        if not worlds:
+            rows.append((f"`{kernel}`", "-", "not run on hardware", *"-----"))
+        for world in worlds:
+            cases = found[kernel, world]
+            for name in sorted(cases, key=lambda n: order.get(n, len(order))):
+                rows.append(_row(kernel, world, name, cases[name]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(kernel: str, world: int, name: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    head = (f"`{kernel}`", str(world), name)
+    if entry["status"] != "done":
+        return (*head, entry["status"], *"----")
+    replay = "" if entry.get("replay_equal", True) else ", replay differs"
+    repeat = "" if entry["repeat_equal"] else ", repeat differs"
+    return (
+        *head,
+        _yes(entry["right"]) + repeat + replay,
+        _yes(entry["recipe"]),
+        f"{100 * entry['share']:.3f} %",
+        f"{100 * entry['share_floor']:.3f} %",
+        f"{entry['worst_of_budget']:.3f}",
+    )
+
+
+def _yes(verdict: bool) -> str:
+    return "yes" if verdict else "**NO**"
