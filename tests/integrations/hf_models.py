@@ -149,6 +149,7 @@ CASES = (
         | LATENT
         | INDEXER
         | {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]}
+        | {"layer_types": ["linear_attention", "indexed_attention"]}
         | {"linear_head_dim": 16, "linear_num_heads": 4},
         wrapper={
             "vision_config": {
@@ -190,13 +191,15 @@ def build(case: Case | str, dtype: torch.dtype = torch.bfloat16, **fields: Any) 
 
 
 def _fill(name: str, tensor: Tensor, std: float, generator: torch.Generator) -> None:
-    """Random values for what the MoE block reads; all else keeps its initialisation."""
+    """Random values for embeddings and MoE blocks; all else keeps its initialisation."""
     if name.endswith("tid2eid"):
         rows = [torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(len(tensor))]
         tensor.copy_(torch.stack(rows))
         return
     if name.endswith("e_score_correction_bias"):
         scale = 0.1
+    elif name.endswith("embed_tokens.weight"):
+        scale = 2.0  # beside the experts' output, so that a norm after both hides neither
     elif name.endswith((".gate.weight", ".router.weight")):
         scale = 1.5 / H**0.5
     elif name.endswith(("router.bias", "experts.down_proj_bias")):

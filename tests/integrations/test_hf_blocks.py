@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import megamoe
 from megamoe.formats import dequantise
+from megamoe.oracle import Inputs, judge
 from megamoe.problem import (
     HF_EAGER,
     HF_GROUPED,
@@ -27,8 +28,7 @@ from megamoe.problem import (
     family_recipe,
 )
 from megamoe.reference import router as reference_router
-from megamoe.reference.case import Inputs, output
-from megamoe.reference.compare import judge
+from megamoe.reference.case import output
 from megamoe.reference.measure import same_bits
 from megamoe.reference.moe import Emulated
 
