@@ -1,0 +1,395 @@
+"""Agreement and the watchdog, with threads for ranks and a store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megamoe.dispatch import watchdog as watchdogs
+from megamoe.dispatch.ranks import Ranks, connection
+from megamoe.dispatch.watchdog import Step, Watchdog
+from megamoe.errors import BadInput, RankFailure
+
+SHORT = 1.5  # seconds given to ranks that are to be missed
+LONG = 60.0
+
+
+class Group:
+    """Threads as ranks: ``run`` gives what each returned or raised."""
+
+    def __init__(self, world_size: int, timeout: float = LONG) -> None:
+        self.store = dist.HashStore()
+        self.aborted: list[int] = []
+        self.watchdogs = [
+            Watchdog(
+                connection(self.store), rank, world_size,
+                abort=lambda rank=rank: self.aborted.append(rank),
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        for w in self.watchdogs:
+            w.timeout, w.on_failure = timeout, "raise"
+
+    def run(self, work: Callable[[Ranks, int], Any], *, absent: tuple[int, ...] = ()) -> list[Any]:
+        results: list[Any] = [None] * len(self.watchdogs)
+
+        def one(rank: int) -> None:
+            ranks = Ranks(self.watchdogs[rank])
+            try:
+                results[rank] = work(ranks, rank)
+            except Exception as error:
+                results[rank] = error
+            finally:
+                ranks.close()
+
+        threads = [
+            threading.Thread(target=one, args=(r,))
+            for r in range(len(results))
+            if r not in absent
+        ]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        return results
+
+
+def failures(results: list[Any], ranks: range | list[int]) -> set[str]:
+    for rank in ranks:
+        assert isinstance(results[rank], RankFailure), results
+    return {str(results[rank]) for rank in ranks}
+
+
+def prepare(ranks: Ranks, facts: dict[str, str] | None = None) -> None:
+    with ranks.step("prepare"):
+        ranks.agree("request", facts or {})
+
+
+def test_values_come_in_rank_order_and_calls_do_not_mix() -> None:
+    def work(ranks: Ranks, rank: int) -> list[list[str]]:
+        with ranks.step("prepare"):
+            first = ranks.gather("a", f"{rank}")
+            again = ranks.gather("a", f"{rank + 10}")
+        with ranks.step("prepare"):
+            return [first, again, ranks.gather("a", f"{rank + 20}")]
+
+    wanted = [["0", "1", "2"], ["10", "11", "12"], ["20", "21", "22"]]
+    assert Group(3).run(work) == [wanted] * 3
+
+
+def test_one_rank_needs_no_group() -> None:
+    ranks = Ranks()
+    with ranks.step("prepare") as call:
+        call.launch()
+        assert ranks.gather("a", "x") == ["x"]
+        ranks.agree("a", {"b": "c"})
+    assert (ranks.rank, ranks.world_size, ranks.group) == (0, 1, None)
+    ranks.check()
+    ranks.close()
+
+
+def test_facts_that_differ_are_named_with_their_ranks_on_every_rank() -> None:
+    def work(ranks: Ranks, rank: int) -> None:
+        facts = {"same": "yes", "capacity": "64" if rank == 1 else "32"}
+        prepare(ranks, facts | ({"extra": "1"} if rank == 2 else {}))
+
+    assert failures(Group(3).run(work), range(3)) == {
+        "the ranks disagree on capacity (32 on rank 0, 2, 64 on rank 1); "
+        "extra (nothing on rank 0, 1, 1 on rank 2): prepare every rank alike"
+    }
+
+
+def test_after_a_disagreement_the_group_can_be_prepared_again() -> None:
+    def work(ranks: Ranks, rank: int) -> str:
+        with pytest.raises(RankFailure):
+            prepare(ranks, {"x": str(rank)})
+        prepare(ranks, {"x": "1"})
+        return "fine"
+
+    assert Group(2).run(work) == ["fine"] * 2
+
+
+def test_an_error_before_a_launch_reaches_the_others_at_once() -> None:
+    def work(ranks: Ranks, rank: int) -> None:
+        with ranks.step("prepare"):
+            if rank == 1:
+                raise BadInput("x is wrong")
+            ranks.gather("ready", "")
+
+    begun = time.monotonic()
+    results = Group(3).run(work)
+    assert time.monotonic() - begun < LONG / 2
+    assert isinstance(results[1], BadInput)
+    assert failures(results, [0, 2]) == {
+        "rank 1 raised BadInput: x is wrong in prepare #1 of layer 1"
+    }
+
+
+def test_an_error_that_every_rank_raises_leaves_the_group_whole() -> None:
+    def work(ranks: Ranks, rank: int) -> str:
+        prepare(ranks)
+        with pytest.raises(BadInput), ranks.step("forward"):
+            raise BadInput("the same everywhere")
+        with ranks.step("forward") as call:
+            call.launch()
+            ranks.gather("still here", "")
+        return "fine"
+
+    assert Group(2).run(work) == ["fine"] * 2
+
+
+class Never:
+    """A collective's handle that never completes."""
+
+    def wait(self, bound: timedelta) -> None:
+        time.sleep(bound.total_seconds())
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def launch(ranks: Ranks) -> None:
+    with ranks.step("forward") as call:
+        call.launch()
+        ranks.wait(Never())
+
+
+def test_a_launched_call_learns_of_an_error_elsewhere_and_the_group_is_dead() -> None:
+    group = Group(2)
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 0:
+            launch(ranks)
+        with ranks.step("forward"):
+            raise BadInput("late")
+
+    results = group.run(work)
+    text = "rank 1 raised BadInput: late in forward #1 of layer 1"
+    assert failures(results, [0]) == {text + "; since then the group is dead: start its ranks anew"}
+    assert group.watchdogs[0].failure == text
+
+    def later(ranks: Ranks, rank: int) -> None:
+        launch(ranks)
+
+    assert all(text in found for found in failures(group.run(later), range(2)))
+
+
+def test_a_rank_that_leaves_its_layer_is_named() -> None:
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 1:
+            ranks.abandon(ValueError("of the caller's own"))
+        else:
+            launch(ranks)
+
+    results = Group(2).run(work)
+    assert "rank 1 left layer 1 on ValueError: of the caller's own" in failures(results, [0]).pop()
+
+
+def test_ranks_that_never_come_are_named_within_the_bound() -> None:
+    begun = time.monotonic()
+    results = Group(4, SHORT).run(lambda ranks, rank: prepare(ranks), absent=(1, 3))
+    assert SHORT <= time.monotonic() - begun < 5 * SHORT
+    assert failures(results, [0, 2]) == {
+        "prepare #1 of layer 1 waited 1.5 s in vain for rank 1 (never seen), rank 3 (never seen)"
+    }
+
+
+def away(ranks: Ranks, rank: int) -> None:
+    """Rank 1 stays away from the call that rank 0 has launched."""
+    prepare(ranks)
+    if rank == 0:
+        launch(ranks)
+    time.sleep(2 * SHORT)
+
+
+def test_a_rank_that_does_not_enter_a_launched_call_is_named_with_its_phase() -> None:
+    text = failures(Group(2, SHORT).run(away), [0]).pop()
+    assert "forward #1 of layer 1 waited 1.5 s in vain for rank 1" in text
+    assert "(last in after prepare #1 of layer 1)" in text
+
+
+def test_a_process_that_shows_no_sign_of_life_is_named_before_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdogs, "LOST", SHORT)
+    group = Group(2, 20.0)  # a beat of a second
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 0:
+            launch(ranks)
+        group.watchdogs[1]._halt()  # as if killed: nothing is published any more
+
+    begun = time.monotonic()
+    text = failures(group.run(work), [0]).pop()
+    assert time.monotonic() - begun < 15
+    assert "rank 1 died: no sign of life for 1.5 s; it was last in" in text
+    assert "and forward #1 of layer 1 waits for it" in text
+
+
+def test_a_process_that_ends_is_named_at_once() -> None:
+    group = Group(2)
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 0:
+            launch(ranks)
+        group.watchdogs[1].end()
+
+    text = failures(group.run(work), [0]).pop()
+    assert "rank 1 has ended; it was last in after prepare #1 of layer 1" in text
+
+
+def test_a_call_whose_device_does_not_return_says_so() -> None:
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        launch(ranks)
+
+    for text in failures(Group(2, SHORT).run(work), range(2)):
+        assert "did not come back within 1.5 s, though every rank has entered it" in text
+
+
+def test_a_call_that_has_returned_is_watched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megakernel's launch returns at once: the device waits, and the next call is told."""
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 0:
+            with ranks.step("forward") as call:
+                call.launch()
+        deadline = time.monotonic() + 10 * SHORT
+        while ranks.healthy and rank == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(2 * SHORT if rank else 0)
+        ranks.check()
+
+    results = Group(2, SHORT).run(work)
+    assert "forward #1 of layer 1 waited 1.5 s in vain for rank 1" in failures(results, [0]).pop()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_the_process_is_aborted_only_where_nothing_can_be_raised(
+    raises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watchdogs, "GRACE", 0.5)
+    group = Group(2, SHORT)
+    group.watchdogs[0].on_failure = "abort"
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 0 and raises:
+            launch(ranks)
+        if rank == 0:
+            with ranks.step("forward") as call:
+                call.launch()
+                deadline = time.monotonic() + 10 * SHORT
+                while not group.aborted and time.monotonic() < deadline:
+                    time.sleep(0.05)  # inside a kernel
+        time.sleep(3 * SHORT)
+
+    group.run(work)
+    assert group.aborted == ([] if raises else [0])
+    assert ("megamoe: rank 0 aborts: forward #1 of layer 1 waited" in capsys.readouterr().err) is (
+        not raises
+    )
+
+
+def test_calls_do_not_talk_to_the_store() -> None:
+    group = Group(2)
+    mine: list[str] = []
+
+    class Counting:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def __getattr__(self, name: str) -> Any:
+            if threading.current_thread().name != "megamoe-watchdog":
+                mine.append(name)
+            return getattr(self.store, name)
+
+    for w in group.watchdogs:
+        w.store = Counting(w.store)
+
+    def work(ranks: Ranks, rank: int) -> int:
+        prepare(ranks)
+        ranks.gather("all here", "")
+        before = len(mine)
+        for _ in range(1000):
+            with ranks.step("forward") as call:
+                call.launch()
+        found = len(mine) - before
+        time.sleep(0.2)  # the other's gather may still be counted before this
+        return found
+
+    # Each thread counts both threads' operations, and both are past their gather.
+    assert min(group.run(work)) == 0
+
+
+def test_a_transport_error_becomes_a_failure_that_names_the_rank_behind_it() -> None:
+    group = Group(3)
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        with ranks.step("forward") as call:
+            call.launch()
+            if rank == 1:
+                raise RuntimeError("out of memory")
+            raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    results = group.run(work)
+    assert str(results[1]) == "out of memory"
+    for text in failures(results, [0, 2]):
+        assert text == "rank 1 raised RuntimeError: out of memory in forward #1 of layer 1"
+    assert isinstance(results[0].__cause__, RuntimeError)
+
+
+def test_a_store_that_is_gone_is_said_to_be() -> None:
+    class Gone:
+        def check(self, *_: object) -> bool:
+            raise RuntimeError("Broken pipe")
+
+        set = get = check
+
+    w = Watchdog(Gone(), 1, 2)
+    w.enter(Step(layer=1, phase="forward", number=1))
+    thread = threading.Thread(target=w._run, args=(threading.Event(),))
+    w.timeout, w.on_failure = 1.0, "raise"
+    thread.start()
+    thread.join(10)
+    with pytest.raises(RankFailure, match=r"group's store \(rank 0, or the launcher\) is gone"):
+        w.check()
+
+
+# --- the group ------------------------------------------------------------------------------------
+
+
+def test_arguments() -> None:
+    with pytest.raises(BadInput, match="timeout 0 is not above 0 seconds"):
+        Ranks.of(None, rank=0, world_size=1, timeout=0)
+    with pytest.raises(BadInput, match="timeout nan is not above 0"):
+        Ranks.of(None, rank=0, world_size=1, timeout=float("nan"))
+    with pytest.raises(BadInput, match="on_failure 'ignore' is unknown"):
+        Ranks.of(None, rank=0, world_size=1, on_failure="ignore")  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+    with pytest.raises(BadInput, match="default group of 2 ranks, and there is none"):
+        Ranks.of(None, rank=0, world_size=2)
+
+
+def test_a_group_that_does_not_fit_the_weights_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(BadInput, match="rank 0 of 1 does not fit weights loaded for rank 1 of"):
+            Ranks.of(None, rank=1, world_size=2)
+        assert Ranks.of(dist.group.WORLD, rank=0, world_size=1).group is None
+    finally:
+        dist.destroy_process_group()
