@@ -1,9 +1,10 @@
 """Hugging Face transformers as a client: a whole model's experts through ``megamoe.forward``.
 
-    from megamoe.integrations.transformers import register
+    from megamoe.integrations.transformers import layers, register
 
     register()
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="megamoe")
+    layers(model)  # raises before the first token where an experts module cannot be taken
 
 transformers keeps attention, router, shared experts and its own expert parallelism; each experts
 module, with the parameters it holds, becomes a :class:`MoEWeights`. Its routers fold the scaling
@@ -85,6 +86,19 @@ def register(name: str = "megamoe") -> None:
             "transformers", why, "has no ExpertsInterface", "install transformers 5.24 or newer"
         ) from error
     interface.register(name, experts_forward)
+    # Block-FP8 modules look in a table of their own; there they are refused for what they are.
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    fp8.FP8ExpertsInterface.register(name, experts_forward)
+
+
+def layers(model: nn.Module) -> dict[str, MoEWeights]:
+    """Every experts module of a model as a layer, by its name.
+
+    Raises as :func:`weights_of` does, also for a module that would never call megamoe: one that a
+    quantiser put in place with a forward of its own (MXFP4 gpt-oss; load it dequantised).
+    """
+    found = {n: m for n, m in model.named_modules() if type(m).__name__.endswith("Experts")}
+    return {name: weights_of(module) for name, module in found.items()}
 
 
 def experts_forward(

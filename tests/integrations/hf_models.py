@@ -278,11 +278,15 @@ def save(model: nn.Module, directory: Path) -> Path:
 
 @functools.cache
 def pair(
-    package: str, dtype: torch.dtype = torch.bfloat16, limit: float | None = None
+    package: str,
+    dtype: torch.dtype = torch.bfloat16,
+    limit: float | None = None,
+    layer: int | None = None,
 ) -> tuple[nn.Module, MoEWeights]:
     """A case's Hugging Face block, and what ``megamoe.load`` makes of its saved checkpoint."""
     case = BY_NAME[package]
+    layer = case.layer if layer is None else layer
     model = build(case, dtype, **({} if limit is None else {"swiglu_limit": limit}))
     with tempfile.TemporaryDirectory() as directory:
-        weights = load(save(model, Path(directory)), case.layer)
-    return blocks(model)[case.layer], weights
+        weights = load(save(model, Path(directory)), layer)
+    return blocks(model)[layer], weights

@@ -204,3 +204,21 @@ def test_the_gate_is_clamped_from_above_only(package: str) -> None:
     judge(y, inputs_of(x, ids, w, weights), recipe).raise_if_wrong(recipe=False)
     symmetric = replace(weights, activation=replace(weights.activation, symmetric=True))
     assert not judge(y, inputs_of(x, ids, w, symmetric), recipe).right
+
+
+def test_a_hash_routed_block() -> None:
+    """DeepSeek-V4's first layers: the token ids choose, theirs and ours, from one table."""
+    block, weights = hf.pair("deepseek_v4", layer=0)
+    router, x = weights.router, hf.tokens(TOKENS)
+    assert router is not None
+    assert router.table is not None
+    tokens = torch.arange(TOKENS)[None] % hf.VOCABULARY
+    _, w, ids = hf.hf_route(block, x, tokens)
+    theirs = hf.hf_block(block, x, tokens)
+    judge(theirs, inputs_of(x, ids, w, weights), recipe_of("grouped_mm", w)).raise_if_wrong(
+        recipe=False
+    )
+    topk = megamoe.route(router.logits(x), router, input_ids=tokens)
+    assert torch.equal(topk.ids, ids)
+    y = megamoe.forward(x, topk, weights)
+    judge(y, Inputs(x, topk, weights), family_recipe(weights.weight_at)).raise_if_wrong()

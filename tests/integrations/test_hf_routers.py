@@ -229,21 +229,16 @@ def test_deepseek_v4_scores_in_bfloat16() -> None:
 
 def test_deepseek_v4_hash_layer() -> None:
     """The table chooses, the scores weigh; the slots keep the table's order."""
-    model = hf.build("deepseek_v4", torch.float32)
-    block = hf.blocks(model)[0]
-    gate = hf.router_of(block)
-    assert type(gate).__name__ == "DeepseekV4HashRouter"
-    router = Router(
-        weight=gate.weight.detach(), top_k=hf.TOP_K, scoring="sqrtsoftplus", epsilon=1e-20,
-        table=gate.tid2eid,
-    )  # fmt: skip
+    block, weights = hf.pair("deepseek_v4", torch.float32, layer=0)
+    router = weights.router
+    assert router is not None
+    assert type(hf.router_of(block)).__name__ == "DeepseekV4HashRouter"
     input_ids = torch.arange(TOKENS) % hf.VOCABULARY
     hf_logits, hf_weights, hf_ids = hf.hf_route(block, hf.tokens(TOKENS, torch.float32), input_ids)
-    topk = route(hf_logits, router, input_ids=input_ids)
-    assert torch.equal(topk.ids, hf_ids)
-    scaled = topk.weights * torch.tensor(gate.routed_scaling_factor, dtype=torch.float32)
+    ids, w = compared(weights, hf_logits, input_ids)
+    assert torch.equal(ids, hf_ids)
     bound = roundings(router, hf_logits) * FLOAT32
-    error = (hf_weights.double() - scaled.double()).abs() / scaled.double()
+    error = (hf_weights.double() - w.double()).abs() / w.double()
     assert bool((error <= bound / (1 - bound)).all())
 
 

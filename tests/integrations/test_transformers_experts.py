@@ -20,7 +20,14 @@ from transformers.integrations.moe import use_experts_implementation
 import megamoe
 from megamoe.errors import BadInput, Unsupported
 from megamoe.formats import PLAIN_BF16, dequantise
-from megamoe.integrations.transformers import GATES, Gate, experts_forward, register, weights_of
+from megamoe.integrations.transformers import (
+    GATES,
+    Gate,
+    experts_forward,
+    layers,
+    register,
+    weights_of,
+)
 from megamoe.oracle import Inputs, judge
 from megamoe.problem import GPT_OSS_ALPHA, HF_EAGER, Activation, MoEWeights, TopK
 from megamoe.reference.elementwise import clamp, gated
@@ -313,6 +320,33 @@ def test_refused_by_name(message: str) -> None:
 def test_a_custom_module_of_a_known_form_is_taken() -> None:
     """The refusals above are of what each spoils, not of the class."""
     assert weights_of(module()).hidden_size == 6
+
+
+def test_block_fp8_modules_are_refused_for_what_they_are() -> None:
+    """Their table of implementations is another; unknown there would say nothing of the reason."""
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    register()
+    config = SimpleNamespace(
+        hidden_size=128, moe_intermediate_size=128, num_experts=2, hidden_act="silu",
+        _experts_implementation="megamoe",
+    )  # fmt: skip
+    decorated = use_experts_implementation(
+        type("FP8Experts", (fp8.FP8Experts,), {}),
+        experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS,
+    )
+    experts = decorated(config, block_size=(128, 128)).eval()
+    with pytest.raises(Unsupported, match=r"^FP8Experts with the gate function \S+FP8Experts"):
+        experts(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1))
+
+
+def test_a_module_with_a_forward_of_its_own_does_not_pass_for_ours() -> None:
+    """transformers runs an MXFP4 gpt-oss by other kernels, whatever the implementation's name."""
+    mxfp4 = importlib.import_module("transformers.integrations.mxfp4")
+    model = hf.build("gpt_oss")
+    assert list(layers(model)) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    model.model.layers[1].mlp.experts = mxfp4.Mxfp4GptOssExperts(model.config)
+    with pytest.raises(Unsupported, match=r"^Mxfp4GptOssExperts with the gate function None"):
+        layers(model)
 
 
 def test_register_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
