@@ -122,7 +122,7 @@ class Ranks:
             watchdog.store.set(keys[self.rank], value)
             while not watchdog.store.check(keys):
                 missing = [r for r, key in enumerate(keys) if not watchdog.store.check([key])]
-                if (text := watchdog.verdict(step, since, missing)) is not None:
+                if (text := watchdog.verdict(step, since, missing=missing)) is not None:
                     raise RankFailure(text)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
@@ -143,9 +143,9 @@ class Ranks:
         watchdog = self._watchdog
         if watchdog is None:
             return
-        sent = json.dumps([watchdog.entered, dict(facts)])
+        sent = json.dumps([watchdog.launched, dict(facts)])
         every = [json.loads(text) for text in self.gather(what, sent)]
-        watchdog.entered = max(entered for entered, _ in every)
+        watchdog.launched = max(launched for launched, _ in every)
         differences = []
         for name in dict.fromkeys(name for _, held in every for name in held):
             holders: dict[str, list[int]] = {}
@@ -235,6 +235,7 @@ class _Watched:
 
     def launch(self) -> None:
         self.launched = True
+        self.watchdog.launch(self.step)
 
     def __exit__(
         self,

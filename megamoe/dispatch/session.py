@@ -251,8 +251,10 @@ class PreparedWeights:
         if error is None:
             self.close()
             return
-        if self._kernel is not None:  # the others may be elsewhere: nothing collective now
-            self._kernel = None
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None and self._ranks.world_size == 1:
+            kernel.close()
+        elif kernel is not None:  # the others may be elsewhere: nothing collective now
             self._ranks.abandon(error)
             self._ranks.close()
 

@@ -24,6 +24,7 @@ OnFailure = Literal["abort", "raise"]
 TIMEOUT = 600.0  # seconds: one rank may compile for minutes while the others wait
 LOST = 30.0  # seconds without a sign of life after which a process is taken for dead
 GRACE = 5.0  # seconds for a call that can still raise, before the process is aborted
+LOOK = 15.0  # seconds between two looks at the others while no call waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Sign:
     """What a rank last said of itself, and when this one saw it change."""
 
     text: str
-    entered: int = 0
+    launched: int = 0
     where: str = "nowhere"
     ended: bool = False
     seen: float = 0.0
@@ -56,8 +57,9 @@ class Sign:
 class Watchdog:
     """One a process group and process, shared by its layers.
 
-    entered counts the collective calls begun here; on healthy ranks the counts differ for no longer
-    than ranks wait for each other. failure is set once and for all: the group is beyond repair.
+    launched counts the collective calls begun here; on healthy ranks the counts differ for no
+    longer than ranks wait for each other. failure is set once and for all: the group is beyond
+    repair.
     """
 
     def __init__(
@@ -68,14 +70,14 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = TIMEOUT
         self.on_failure: OnFailure = "abort"
-        self.entered = 0
+        self.launched = 0
         self.layers = 0  # ever prepared
         self.failure: str | None = None
         self.told = threading.Event()  # somebody has raised the failure
         self.polling = False  # a call waits in a way that keeps the bound by itself
         self._abort = abort
         self._where: Step | str = "start"
-        self._since = time.monotonic()
+        self._last: tuple[Step, float] | None = None  # launched
         self._inside: dict[Step, float] = {}
         self._signs: dict[int, Sign] = {}
         self._beats = 0
@@ -91,16 +93,19 @@ class Watchdog:
 
     def enter(self, step: Step) -> None:
         self.check()
-        self.entered += 1
         self._where = step
-        self._since = self._inside[step] = time.monotonic()
+        self._inside[step] = time.monotonic()
+
+    def launch(self, step: Step) -> None:
+        self.launched += 1
+        self._last = step, time.monotonic()
 
     def leave(self, step: Step) -> None:
         self._inside.pop(step, None)
 
     def resume(self, step: Step) -> None:
         """After :meth:`leave`: the call goes on, and its time starts anew."""
-        self._since = self._inside[step] = time.monotonic()
+        self._inside[step] = time.monotonic()
 
     def check(self) -> None:
         """Raise RankFailure where the group has failed."""
@@ -119,48 +124,47 @@ class Watchdog:
 
     # --- what the others say ----------------------------------------------------------------------
 
-    def reported(self, step: Step) -> str | None:
-        """What another rank said that makes waiting in ``step`` pointless."""
-        for key in ("dead", f"error/{step.key}", f"left/{step.layer}"):
+    def verdict(
+        self,
+        step: Step,
+        since: float,
+        *,
+        inside: bool = True,
+        missing: Iterable[int] | None = None,
+    ) -> str | None:
+        """Whom ``step`` waits for in vain since ``since``, in words; None while there is hope.
+
+        inside: False where the call has returned, and only a device may still be busy with it.
+        missing: the ranks waited for; without it, those that have launched fewer calls.
+        """
+        told = ("dead", f"error/{step.key}", f"left/{step.layer}") if inside else (
+            f"error/{step.key}",
+        )  # fmt: skip
+        for key in told:
             if self.store.check([key]):
                 return str(self.store.get(key).decode())
-        return None
-
-    def verdict(
-        self, step: Step | None, since: float, missing: Iterable[int] | None = None
-    ) -> str | None:
-        """Whom this rank waits for in vain since ``since``, in words; None while there is hope.
-
-        step: None where the call has returned and a device may still be busy with it. missing: the
-        ranks waited for; without it, those that have entered fewer calls.
-        """
-        if step is not None and (said := self.reported(step)) is not None:
-            return said
         now = time.monotonic()
-        signs = self._look(now)
-        waited = now - since
+        signs, waited = self._look(now), now - since
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        behind = [r for r in peers if r not in signs or signs[r].entered < self.entered]
+        behind = [r for r in peers if r not in signs or signs[r].launched < self.launched]
         behind = behind if missing is None else list(missing)
-        call = str(self._where)
         for rank in peers:
             sign = signs.get(rank)
             if sign is None or not (sign.ended or now - sign.seen > self.lost):
                 continue
-            if rank in behind or (step is not None and waited > self.lost):
+            if rank in behind or (inside and waited > self.lost):
                 how = "has ended" if sign.ended else f"died: no sign of life for {self.lost:g} s"
-                return f"rank {rank} {how}; it was last in {sign.where}, and {call} waits for it"
+                return f"rank {rank} {how}; it was last in {sign.where}, and {step} waits for it"
         if waited <= self.timeout:
             return None
+        last = {rank: f"last in {sign.where}" for rank, sign in signs.items()}
         if behind:
-            last = {r: f"last in {s.where}" for r, s in signs.items()}
             named = ", ".join(f"rank {r} ({last.get(r, 'never seen')})" for r in behind)
-            return f"{call} waited {self.timeout:g} s in vain for {named}"
-        if step is None:
-            return None
-        return (
-            f"{call} did not come back within {self.timeout:g} s, though every rank has entered it"
-        )
+            return f"{step} waited {self.timeout:g} s in vain for {named}"
+        if inside:
+            named = ", ".join(f"rank {r} ({last.get(r, 'never seen')})" for r in peers)
+            return f"{step} did not come back within {self.timeout:g} s; the others: {named}"
+        return None
 
     def _look(self, now: float) -> Mapping[int, Sign]:
         """Every other rank's last sign of life."""
@@ -170,9 +174,9 @@ class Watchdog:
                 continue
             text = self.store.get(key).decode()
             if rank not in self._signs or self._signs[rank].text != text:
-                _, entered, where, ended = json.loads(text)
+                _, launched, where, ended = json.loads(text)
                 self._signs[rank] = Sign(
-                    text=text, entered=entered, where=where, ended=ended, seen=now
+                    text=text, launched=launched, where=where, ended=ended, seen=now
                 )
         return self._signs
 
@@ -215,33 +219,33 @@ class Watchdog:
         self._beats += 1
         where = self._where
         prefix = "after " if isinstance(where, Step) and where not in self._inside else ""
-        sign = [self._beats, self.entered, f"{prefix}{where}", ended]
+        sign = [self._beats, self.launched, f"{prefix}{where}", ended]
         self.store.set(f"life/{self.rank}", json.dumps(sign))
 
     def _run(self, stop: threading.Event) -> None:
         looked = time.monotonic()
         while not stop.wait(min(1.0, self.timeout / 10)):
             calls = list(self._inside.items())  # at once: calls come and go meanwhile
-            inside = min(calls, key=lambda call: call[1], default=None)
             try:
                 self.publish()
-                text = None
-                if self.failure is not None:
-                    text = self.failure
-                elif self.polling:
-                    continue
-                elif inside is not None:
-                    text = self.verdict(*inside)
-                elif time.monotonic() - looked > self.timeout / 4:
+                text = self.failure
+                if text is None and calls and not self.polling:
+                    text = self.verdict(*min(calls, key=lambda call: call[1]))
+                elif text is None and not calls and time.monotonic() - looked > self._pause:
                     looked = time.monotonic()
-                    text = self.verdict(None, self._since)
+                    if self.store.check(["dead"]):  # told at the next use; nothing is stuck here
+                        return self.fail(str(self.store.get("dead").decode()))
+                    text = None if self._last is None else self.verdict(*self._last, inside=False)
             except RuntimeError as error:
-                if inside is None:
+                if not calls:
                     return  # the group is gone, and nobody waits for it
                 text = store_gone(self, error)
             if text is not None:
-                self._announce(text, stop)
-                return
+                return self._announce(text, stop)
+
+    @property
+    def _pause(self) -> float:
+        return min(LOOK, self.timeout / 4)
 
     def _announce(self, text: str, stop: threading.Event) -> None:
         """Fail, and end the process where no call comes back to raise it."""

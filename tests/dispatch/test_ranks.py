@@ -256,7 +256,8 @@ def test_a_call_whose_device_does_not_return_says_so() -> None:
         launch(ranks)
 
     for text in failures(Group(2, SHORT).run(work), range(2)):
-        assert "did not come back within 1.5 s, though every rank has entered it" in text
+        assert "forward #1 of layer 1 did not come back within 1.5 s; the others: rank" in text
+        assert "(last in forward #1 of layer 1)" in text
 
 
 def test_a_call_that_has_returned_is_watched_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +276,52 @@ def test_a_call_that_has_returned_is_watched_on(monkeypatch: pytest.MonkeyPatch)
 
     results = Group(2, SHORT).run(work)
     assert "forward #1 of layer 1 waited 1.5 s in vain for rank 1" in failures(results, [0]).pop()
+
+
+def test_a_returned_call_learns_of_an_error_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 raises before its launch; rank 0's device waits, and its process is not waiting."""
+    monkeypatch.setattr(watchdogs, "LOOK", 0.2)
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        with ranks.step("forward") as call:
+            if rank == 1:
+                raise BadInput("late")
+            call.launch()
+        deadline = time.monotonic() + 20
+        while ranks.healthy and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks.check()
+
+    text = failures(Group(2).run(work), [0]).pop()
+    assert "rank 1 raised BadInput: late in forward #1 of layer 1" in text
+
+
+def test_a_rank_that_waits_for_nothing_is_marked_and_not_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdogs, "LOOK", 0.2)
+    monkeypatch.setattr(watchdogs, "GRACE", 0.2)
+    group = Group(2)
+    group.watchdogs[0].on_failure = "abort"
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        for call in range(2):
+            with ranks.step("forward") as step:
+                step.launch()
+                if rank == 1 and call == 1:
+                    raise RuntimeError("out of memory")
+            if rank == 0:
+                break
+        deadline = time.monotonic() + 20
+        while ranks.healthy and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        ranks.check()
+
+    assert "out of memory" in failures(group.run(work), [0]).pop()
+    assert group.aborted == []
 
 
 @pytest.mark.parametrize("raises", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -305,6 +306,17 @@ def test_closed_once_and_for_all() -> None:
     for use in (lambda: ready(X, GOOD), ready.warmup):
         with pytest.raises(MegaMoEError, match="this layer is closed"):
             use()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workspaces_are_given_back_also_after_an_error(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(Reference, "close", lambda self: closed.append(True))
+    with contextlib.suppress(ZeroDivisionError), prepared():
+        assert not (fails and 1 / 0)
+    assert closed == [True]
 
 
 def test_an_id_met_on_a_device_is_told_at_the_next_check() -> None:
