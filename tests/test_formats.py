@@ -54,6 +54,7 @@ from megamoe.formats import (
     Format,
     Quantised,
     ScaleRule,
+    bit_range,
     code_values,
     decode,
     dequantise,
@@ -713,6 +714,25 @@ def test_dequantise_is_exact(fmt: Format) -> None:
                 scale = Fraction(float(ratio))
             expected *= scale
         assert Fraction(values[i, j].item()) == expected
+
+
+@each_format
+def test_bit_ranges_hold_every_value(fmt: Format) -> None:
+    """Each row's values are multiples of 2**low below 2**high; of chosen rows alike."""
+    x = sample(12, 2, 6, 70) * torch.tensor([1.0, 2.0**-130, 0.0, 2.0**100, 3.3, 1e-3])[:, None]
+    q = quantise(x, fmt, row_groups=2)
+    for rows in (slice(None), slice(2, 5)):
+        known = bit_range(q, rows=rows)
+        if fmt.scale is None:
+            assert known is None
+            continue
+        assert known is not None
+        values = dequantise(q, rows=rows)
+        low, high = (exponents.clamp(-1000, 1000).numpy()[..., None] for exponents in known)
+        assert (np.abs(values.numpy()) < np.ldexp(1.0, high)).all()
+        units = np.ldexp(values.numpy(), -low)
+        assert np.isfinite(units).all()
+        assert (units == np.rint(units)).all()
 
 
 def test_to_rounds_once() -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -80,7 +81,7 @@ def wide(seed: int, *shape: int, spread: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     exponent = torch.randint(-spread, spread + 1, shape, generator=generator)
     significand = torch.rand(shape, generator=generator, dtype=F64) - 0.5
-    return torch.ldexp(significand, exponent)
+    return torch.from_numpy(np.ldexp(significand.numpy(), exponent.numpy()))
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -192,6 +193,31 @@ def test_any_number_of_terms(k: int) -> None:
 def test_empty_shapes(m: int, n: int, k: int) -> None:
     out = dot(torch.ones(m, k, dtype=F64), torch.ones(n, k, dtype=F64))
     assert torch.equal(out, torch.full((m, n), float(k)))
+
+
+@pytest.mark.parametrize("repair_terms", [1, 40, 1 << 21])
+def test_many_pairs_at_once(repair_terms: int, monkeypatch) -> None:
+    """Pairs of unequal shapes whose operands share one buffer, each into a piece of one result."""
+    monkeypatch.setattr(module, "REPAIR_TERMS", repair_terms)
+    pairs = [cancelling(seed) for seed in range(4)]
+    pairs.insert(2, (pairs[0][0][:0], pairs[0][1]))  # no rows: an expert without tokens
+    out = torch.full((16, 4), math.nan)
+    buffer = torch.empty(2, 4, 27, dtype=F64)
+
+    def products():
+        first = 0
+        for a, b in pairs:
+            buffer.fill_(math.nan)  # what was yielded before is gone
+            held_a, held_b = buffer[0, : len(a)].copy_(a), buffer[1, : len(b)].copy_(b)
+            yield module.Product(held_a, held_b, out[first : first + len(a), 1:3])
+            first += len(a)
+
+    module.dots(products())
+    a, b = (torch.cat(parts) for parts in zip(*(p for p in pairs if len(p[0])), strict=True))
+    whole = dot(a, b)
+    expected = torch.stack([whole[i, i // 4 * 2 : i // 4 * 2 + 2] for i in range(16)])
+    assert torch.equal(out[:, 1:3], expected)
+    assert bool(out[:, [0, 3]].isnan().all())
 
 
 SPECIAL = [0.0, -0.0, 1.0, -2.0, math.inf, -math.inf, math.nan]

@@ -88,12 +88,10 @@ def test_a_row_that_sees_its_batch_is_caught(wrong, monkeypatch) -> None:
         check_batches(case, case.topk(), BF16_COMBINE, [3, 1, 0, 5, 2, 4], 2)
 
 
-@pytest.mark.parametrize("recipe", [BF16_COMBINE, HF_EAGER, MX], ids=str)
+@pytest.mark.parametrize("recipe", [BF16_COMBINE, MX], ids=str)
 def test_thread_count(recipe: Recipe) -> None:
     """Large enough that the library really divides its work."""
-    case = Case(
-        tokens=48, experts=4, top_k=3, hidden_size=640, intermediate_size=320, shared=64, seed=5
-    )
+    case = Case(tokens=32, experts=3, top_k=3, hidden_size=512, intermediate_size=256, seed=5)
     x, topk, layer = case.x(), case.topk(), case.layer()
     before = torch.get_num_threads()
     results = []
