@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megamoe
 from megamoe.formats import dequantise
-from megamoe.oracle import Inputs, judge
+from megamoe.oracle import Inputs, judge, yardstick
 from megamoe.problem import (
     HF_EAGER,
     HF_GROUPED,
@@ -175,6 +175,12 @@ def swapped(experts: ExpertWeights) -> ExpertWeights:
     return replace(experts, w13=replace(experts.w13, data=data), b13=bias)
 
 
+def exceeds(y: Tensor, inputs: Inputs, recipe: Recipe) -> bool:
+    """Some token's error is over its budget: judge's first check, without looking for the fault."""
+    measure = yardstick(inputs, recipe)
+    return bool((measure.ruler.measure(y).error > measure.budget).any())
+
+
 def unclamped(activation: Activation) -> Activation:
     return replace(activation, limit=None)
 
@@ -190,8 +196,7 @@ def test_wrong_layers_are_not_what_hugging_face_computes(package: str) -> None:
     if weights.shared is not None:
         wrong["no shared"] = replace(weights, shared=None)
     for name, layer in wrong.items():
-        report = judge(y, inputs_of(x, ids, w, layer), recipe_of("grouped_mm", w))
-        assert not report.right, name
+        assert exceeds(y, inputs_of(x, ids, w, layer), recipe_of("grouped_mm", w)), name
 
 
 @pytest.mark.parametrize("package", CLAMPED)
@@ -203,7 +208,7 @@ def test_the_gate_is_clamped_from_above_only(package: str) -> None:
     recipe = recipe_of("grouped_mm", w)
     judge(y, inputs_of(x, ids, w, weights), recipe).raise_if_wrong(recipe=False)
     symmetric = replace(weights, activation=replace(weights.activation, symmetric=True))
-    assert not judge(y, inputs_of(x, ids, w, symmetric), recipe).right
+    assert exceeds(y, inputs_of(x, ids, w, symmetric), recipe)
 
 
 def test_a_hash_routed_block() -> None:
