@@ -16,6 +16,9 @@ from megamoe.kernels.sm90_push_bf16 import Sm90PushBf16
 from megamoe.kernels.sm90_push_fp8 import Sm90PushFp8
 from megamoe.kernels.sm90_standalone_mxfp4 import Sm90StandaloneMxfp4
 from megamoe.kernels.sm90_standalone_nvfp4 import Sm90StandaloneNvfp4
+from megamoe.kernels.sm120_mxfp4_cake import Sm120Mxfp4Cake
+from megamoe.kernels.sm120_mxfp4_split import Sm120Mxfp4Split
+from megamoe.kernels.sm120_mxfp8 import Sm120Mxfp8
 from megamoe.kernels.torch_grouped import TorchGrouped
 from megamoe.problem import Machine, Recipe, Request
 
@@ -26,6 +29,10 @@ KERNELS: tuple[type[Kernel], ...] = (
     # standalone, which pads every rank to the same count and shares no GPU.
     Sm90PullMxfp4,
     Sm90StandaloneMxfp4,
+    # Split clamps at any limit and runs on one rank; cake wants one version of NCCL.
+    Sm120Mxfp4Split,
+    Sm120Mxfp4Cake,
+    Sm120Mxfp8,
     Sm90PullNvfp4,
     Sm90StandaloneNvfp4,
     Sm90PushFp8,

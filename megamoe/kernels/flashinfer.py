@@ -114,16 +114,45 @@ def _check_default_group(context: Context) -> None:
 # --- a layer of flashinfer.moe_ep ---------------------------------------------------------------
 
 
+_TREES: list[str] = []
+
+
+def claim(tree: str) -> None:
+    """Refuse a second of FlashInfer's kernel trees whose modules bear the same names.
+
+    Each puts its own ``common`` and ``src`` on the path; whichever comes first serves both.
+    """
+    if not _TREES:
+        _TREES.append(tree)
+    if _TREES[0] != tree:
+        raise Unsupported(
+            f"FlashInfer's {_TREES[0]} kernels are loaded, and its {tree} kernels have modules of "
+            "the same names; use another process"
+        )
+
+
 class MegaLayer:
-    """One ``MoEEpLayer`` in its mega mode over weights in the kernel's own bytes.
+    """One ``MoEEpLayer`` in its mega mode, over a kernel's own bytes or a checkpoint's.
 
     Opening, the first launch and closing are collective, in one order on all ranks.
     """
 
     def __init__(
-        self, context: Context, config: str, weights: Any, *, quantised: bool, **fields: Any
+        self,
+        context: Context,
+        config: str,
+        weights: Any,
+        *,
+        quantised: bool,
+        pack: Any = None,
+        tree: str | None = None,
+        **fields: Any,
     ) -> None:
-        """weights: the backend's ``transformed_weights``. quantised: whether scales come along."""
+        """weights: the backend's ``transformed_weights``; None where it makes them from ``pack``.
+        quantised: whether scales come along. tree: the kernels it shares a process with.
+        """
+        if tree is not None:
+            claim(tree)
         request = context.request
         self.context = context
         self.api = api = load("moe_ep")
@@ -133,7 +162,7 @@ class MegaLayer:
             {
                 "megakernel": build(api, config, fields),
                 "quantize_input": not quantised,
-                "preprocess_weights": False,
+                "preprocess_weights": weights is None,
                 "transformed_weights": weights,
             },
         )
@@ -157,21 +186,41 @@ class MegaLayer:
             },
         )
         with environment(context):
-            self.layer = api.MoEEpLayer(bootstrap, fleet, None, backend=mega)
+            self.layer = api.MoEEpLayer(bootstrap, fleet, pack, backend=mega)
         self.launched = False
 
     def run(
-        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scales: Tensor | None = None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        scales: Tensor | None = None,
+        *,
+        bucket: int | None = None,
+        view: bool = False,
     ) -> None:
-        """Stage and launch; ``out`` [n, H] is written in stream order."""
+        """Stage and launch; ``out`` [n, H] is written in stream order.
+
+        bucket: the greatest count of any rank, where the kernel's choice follows it. view: whether
+        the kernel is to write its own buffer, from which ``out`` is copied.
+        """
         tensors = self.api.MoEEpTensors(
-            hidden_states=x, topk_ids=ids, topk_weights=weights, scales=scales, output=out
+            hidden_states=x,
+            topk_ids=ids,
+            topk_weights=weights,
+            scales=scales,
+            output=None if view else out,
         )
-        if self.launched:
-            self.layer.forward(tensors)
-            return
-        with environment(self.context):  # the first launch allocates and compiles
-            self.layer.forward(tensors)
+        # The first launch allocates and compiles.
+        with contextlib.nullcontext() if self.launched else environment(self.context):
+            if bucket is None:
+                self.layer.forward(tensors)
+            else:
+                self.layer.stage_inputs(tensors, compile_tokens_per_rank=bucket)
+                y = self.layer.compute_staged(output=None if view else out)
+                if view:
+                    out.copy_(y)
         self.launched = True
 
     def close(self) -> None:

@@ -20,11 +20,13 @@ from megamoe.formats import (
     E8M0,
     FP8_BLOCK128,
     FP32,
+    MXFP8,
     Format,
     Quantised,
     ScaleRule,
     dequantise,
 )
+from megamoe.kernels import coding
 from megamoe.kernels.layout import CanonicalExperts, balance_nvfp4, neutral_zero_blocks
 from megamoe.problem import ExpertWeights
 
@@ -54,6 +56,17 @@ STANDALONE_MID: Final = Format(
 the rounded reciprocal of 448. (data/include/flashinfer/megamoe/detail/common.cuh
 `get_e4m3_sf_and_sf_inv`)"""
 
+SM120_MID: Final = Format(
+    name="mxfp8_reciprocal",
+    element=E4M3,
+    block=(1, 32),
+    scale=E8M0,
+    rule=ScaleRule(kind="power_of_two_up", top=448.0, quotient="reciprocal"),
+)
+"""How the SM120 kernels requantise FC2's input: the power of two at or above amax times the rounded
+reciprocal of 448. (kernel_fc12.py of moe_sm120_mxfp4mxfp8_split and of moe_sm120_mxfp8_swapab,
+cake_sm120_megamoe_kernel_part008.cuh)"""
+
 FP8_MATRIX: Final = Format(name="fp8_matrix", element=E4M3, scale=FP32)
 """E4M3 under one scale a matrix, gate and up together: as kernels hold what they decode."""
 
@@ -65,8 +78,11 @@ def coded(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """BF16 rows [n, H] as E4M3 codes [n, H] and float32 scales [n, H / block] or [n, 1].
 
     The codes and scales of ``formats.quantise``, from float32 operations that a CUDA graph can
-    hold. fmt: E4M3 with a scale for columns of a row, amax over 448 by true divisions, 1 for zeros.
+    hold, or from the one fused kernel where it runs. fmt: E4M3 with a scale for columns of a row,
+    amax over 448 by true divisions, 1 for zeros.
     """
+    if coding.serves(x):
+        return coding.code(x, fmt)
     rule, top = fmt.rule, fmt.element.max
     assert rule is not None
     assert (rule.kind, rule.quotient, rule.apply) == ("amax", "divide", "divide")
@@ -78,6 +94,24 @@ def coded(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     codes = (blocks / scale[..., None]).clamp(-top, top).to(torch.float8_e4m3fn)
     return codes.flatten(1), scale
+
+
+def mx_coded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """BF16 rows [n, H] as E4M3 codes [n, H] and E8M0 scales [n, H / 32], as ``formats.MXFP8``."""
+    if coding.serves(x):
+        codes, bytes_ = coding.code(x, MXFP8)
+        return codes, bytes_.view(torch.float8_e8m0fnu)
+    blocks = x.to(torch.float32).unflatten(1, (-1, 32))
+    amax = blocks.abs().amax(dim=-1)
+    bits = (amax / torch.full_like(amax, E4M3.max)).view(torch.int32)
+    field, mantissa = bits >> 23, bits & 0x7FFFFF
+    # Up to the next power of two; below the float32 normals there is 2**-127 alone.
+    above = torch.where(field == 0, mantissa > 1 << 22, mantissa != 0)
+    exponent = torch.where(amax.isfinite(), (field + above).clamp(max=254), 0xFF)
+    scale = torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    codes = (blocks / scale[..., None]).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+    return codes.flatten(1), exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def static_coded(x: Tensor, scale: float) -> Tensor:

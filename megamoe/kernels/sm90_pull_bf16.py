@@ -69,6 +69,7 @@ class Sm90PullBf16(Kernel):
             "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig",
             packed.transformed(),
             quantised=False,
+            tree="SM90 pull",
             intermediate_size=context.request.intermediate_size,
             top_k=context.request.top_k,
             gate_up_clamp=context.request.activation.limit,

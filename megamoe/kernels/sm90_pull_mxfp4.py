@@ -65,6 +65,7 @@ class Sm90PullMxfp4(Kernel):
             "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig",
             packed.transformed(),
             quantised=True,
+            tree="SM90 pull",
             intermediate_size=context.request.intermediate_size,
             top_k=context.request.top_k,
             gate_up_clamp=context.request.activation.limit,

@@ -70,6 +70,7 @@ class Sm90PullNvfp4(Kernel):
             "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig",
             tagged,
             quantised=True,
+            tree="SM90 pull",
             intermediate_size=context.request.intermediate_size,
             top_k=context.request.top_k,
             gate_up_clamp=context.request.activation.limit,

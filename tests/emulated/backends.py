@@ -1,4 +1,4 @@
-"""One class per SM90 backend of `flashinfer.moe_ep`: what it takes, and what its kernel computes.
+"""One class per backend of `flashinfer.moe_ep`: what it takes, and what its kernel computes.
 
 Written from FlashInfer's sources, apart from the adapters: the recipes here and those in the
 datasheets are two statements of the same facts, and a test that runs both compares them.
@@ -18,9 +18,11 @@ from emulated.compute import operand
 from megamoe.formats import (
     BF16,
     E4M3,
+    E8M0,
     FP8_BLOCK128,
     FP32,
     MXFP4,
+    MXFP8,
     Format,
     Quantised,
     ScaleRule,
@@ -67,6 +69,10 @@ class Backend:
     strict: ClassVar[bool] = False  # contiguous inputs, float32 weights
     view: ClassVar[bool] = False
     stale: ClassVar[bool] = False  # its final sum takes every slot, empty ones too
+    packs: ClassVar[bool] = False  # makes its own bytes from a checkpoint's
+    buckets: ClassVar[bool] = False  # takes the greatest count of any rank
+    owns_output: ClassVar[bool] = False  # compiles for each output address it is given
+    alone: ClassVar[bool] = True  # runs on one rank
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
         raise NotImplementedError
@@ -369,6 +375,117 @@ class PushFp8(Backend):
         return operand(q.data, q.scale, q.format)
 
 
+MID_120 = Format(
+    name="1x32",
+    element=E4M3,
+    block=(1, 32),
+    scale=E8M0,
+    rule=ScaleRule(kind="power_of_two_up", top=448.0, quotient="reciprocal"),
+)
+
+
+class Sm120(Backend):
+    """What the three SM120 kernels have in common: MXFP8 rows, and how they requantise."""
+
+    ids = (torch.int64,)
+
+    def recipe(self) -> Recipe:
+        return Recipe(name=self.name, act=MXFP8, mid=MID_120, weight_at="fc2_input", term=BF16)
+
+    def check_rows(self, x: Tensor, scales: Tensor | None) -> None:
+        require(
+            x.dtype == torch.float8_e4m3fn
+            and scales is not None
+            and scales.shape == (x.shape[0], self.hidden // 32)
+            and scales.dtype == torch.float8_e8m0fnu,
+            f"{self.name}: E4M3 rows with E8M0 scales [n, H / 32]",
+        )
+
+    def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        assert scales is not None
+        return operand(x, scales.view(torch.uint8), MXFP8)
+
+
+class Sm120Split(Sm120):
+    name = "sm120_mxfp4_mxfp8_bf16_cutedsl"
+    stale = view = buckets = owns_output = True
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(32, 32)
+        require(not quantize_input, "floors amax at 1e-4 by its own rule")
+        require(
+            (self.config.knobs or {}).get("rank_local_combine") is False,
+            "left alone it may sum the slots of each rank first",
+        )
+        parallel = (self.config.data_parallel_size, self.config.tensor_parallel_size)
+        require(parallel == (1, 1) and self.config.fast_math, f"{self.name}: {parallel}")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        (fc1, s1), (fc2, s2) = transformed
+        width = self.config.intermediate_size
+        self.matrix(fc1, 2 * width, self.hidden // 2, torch.float4_e2m1fn_x2, major=2)
+        self.matrix(fc2, self.hidden, width // 2, torch.float4_e2m1fn_x2, major=2)
+        require(s1.dtype == s2.dtype == torch.float8_e8m0fnu, f"{self.name}: scales of {s1.dtype}")
+        weights = layout.Sm120Weights(fc1=fc1, fc1_scale=s1, fc2=fc2, fc2_scale=s2)
+        return mxfp4(layout.unpack_sm120_split(weights))
+
+
+class Sm120Cake(Sm120):
+    """Without the greatest count of any rank it gathers counts and waits for them on the host."""
+
+    name = "sm120_mxfp4_mxfp8_bf16_cake"
+    strict = packs = buckets = True
+    alone = nvshmem = False
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(512, 128)
+        require(self.hidden <= 7680 and 1 <= self.config.top_k <= 9, f"{self.name}: sizes")
+        require(2 <= world_size <= 32 and self.experts_per_rank <= 128, f"{self.name}: ranks")
+        limit, blocks = self.config.swiglu_limit, self.config.codec_overflow_blocks
+        require(type(limit) is int and 0 <= limit <= 65504, f"{self.name}: limit {limit!r}")
+        require(16 <= blocks <= 256, f"{self.name}: {blocks} overflow blocks")
+        require(64 * blocks >= self.hidden, "an answer that does not compress is lost")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        pack, width = transformed, self.config.intermediate_size
+        self.matrix(pack.w13, 2 * width, self.hidden // 2, torch.float4_e2m1fn_x2, major=2)
+        self.matrix(pack.w2, self.hidden, width // 2, torch.float4_e2m1fn_x2, major=2)
+        return mxfp4(
+            layout.view_bytes(
+                CanonicalExperts(
+                    w13=pack.w13, w2=pack.w2, w13_scale=pack.w13_scale, w2_scale=pack.w2_scale
+                )
+            )
+        )
+
+    def activation(self) -> Activation:
+        return Activation(limit=float(self.config.swiglu_limit))
+
+
+class Sm120Mxfp8(Sm120):
+    name = "sm120_mxfp8_mxfp8_bf16_cutedsl"
+    stale = True
+
+    def check_config(self, quantize_input: bool, world_size: int) -> None:
+        self.multiples(32, 32)
+        require(1 <= self.config.top_k <= 32, f"{self.name}: top_k {self.config.top_k}")
+        require(not quantize_input, "quantises with many small kernels, and by its own rule")
+        require(self.activation().limit is None, "the kernel ignores its clamp")
+        require(self.config.knobs is None, "any other tile than the pinned one is wrong")
+
+    def experts(self, transformed: Any) -> ExpertWeights:
+        (fc1, s1), (fc2, s2) = transformed
+        width = self.config.intermediate_size
+        self.matrix(fc1, self.hidden, 2 * width, torch.float8_e4m3fn, major=1)
+        self.matrix(fc2, width, self.hidden, torch.float8_e4m3fn, major=1)
+        weights = layout.Sm120Weights(fc1=fc1, fc1_scale=s1, fc2=fc2, fc2_scale=s2)
+        found = layout.unpack_sm120_mxfp8(weights)
+        return ExpertWeights(
+            w13=Quantised(format=MXFP8, data=found.w13, scale=found.w13_scale),
+            w2=Quantised(format=MXFP8, data=found.w2, scale=found.w2_scale),
+        )
+
+
 def mxfp4(found: CanonicalExperts) -> ExpertWeights:
     return ExpertWeights(
         w13=Quantised(format=MXFP4, data=found.w13, scale=found.w13_scale),
@@ -393,5 +510,15 @@ def one_factor(codes: Tensor, factor: Tensor | None) -> Quantised:
 
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend
-    for backend in (PullBf16, PushBf16, PullFp8, PullMxfp4, PullNvfp4, PushFp8)
+    for backend in (
+        PullBf16,
+        PushBf16,
+        PullFp8,
+        PullMxfp4,
+        PullNvfp4,
+        PushFp8,
+        Sm120Split,
+        Sm120Cake,
+        Sm120Mxfp8,
+    )
 }

@@ -69,7 +69,12 @@ class Device:
 
         push = "moe_ep.kernel_src.sm90"
         return {
-            "moe_ep": SimpleNamespace(**records, **configs, MoEEpLayer=layer),
+            "moe_ep": SimpleNamespace(
+                **records,
+                **configs,
+                MoEEpLayer=layer,
+                MoEWeightPack=facts.record("MoEWeightPack", facts.PACK),
+            ),
             f"{push}.push_style_megamoe": SimpleNamespace(
                 Sm90PushWeights=facts.record("Sm90PushWeights", facts.PUSH_FP8_WEIGHTS)
             ),
@@ -78,6 +83,9 @@ class Device:
             ),
             "moe_ep.backends.mega.kernel.sm90.fp8_nvfp4_bf16_pull_cutedsl.weights": SimpleNamespace(
                 TransformedMegaWeights=TransformedMegaWeights
+            ),
+            "moe_ep.kernel_src.sm120.split_cutedsl_megakernel": SimpleNamespace(
+                select_graph_compile_bucket=bucket_of
             ),
             "megamoe": standalone.module(self),
         }
@@ -100,18 +108,22 @@ class MegaLayer:
     def __init__(self, device: Device, bootstrap: Any, fleet: Any, weights: Any, mega: Any) -> None:
         config = mega.megakernel
         self.device, self.rank, self.world = device, bootstrap.rank, bootstrap.world_size
-        require(weights is None, "kernel-ready weights leave no place for a pack")
-        require(not mega.preprocess_weights, "FlashInfer would transform the weights itself")
         require(fleet.num_experts % self.world == 0, f"{fleet.num_experts} experts of {self.world}")
         self.cluster = here(self.rank, self.world)
         self.capacity, self.quantize_input = fleet.max_tokens_per_rank, mega.quantize_input
         self.backend: Backend = BACKENDS[config.kernel_name](
             config, fleet.token_hidden_size, fleet.num_experts // self.world
         )
+        require(
+            (weights is None, mega.preprocess_weights, mega.transformed_weights is None)
+            == ((False, True, True) if self.backend.packs else (True, False, False)),
+            "weights in a pack that FlashInfer transforms, or kernel-ready ones",
+        )
         self._check_process_group(bootstrap)
         require(bootstrap.stream == 0, "the kernels launch on the current stream")
         self.backend.check_config(mega.quantize_input, self.world)
-        self.experts = self.backend.experts(mega.transformed_weights)
+        self.experts = self.backend.experts(weights or mega.transformed_weights)
+        self.staged: tuple[Workspace, int, int | None] | None = None
         self.index = device.count(device.layers, self.rank)
         self.num_experts = fleet.num_experts
         self.key = (config.kernel_name, fleet.num_experts, self.capacity, _fields(config))
@@ -129,21 +141,37 @@ class MegaLayer:
                 (dist.get_rank(group), dist.get_world_size(group)) == (self.rank, self.world),
                 "the process group is not the layer's ranks",
             )
-        elif self.backend.nvshmem:
+        require(self.world > 1 or self.backend.alone, f"{self.backend.name} on one rank")
+        if self.world == 1 and self.backend.nvshmem:
             require(no_dist, "one rank without MEGA_NO_DIST wants NVSHMEM and a group")
 
     def forward(self, t: Any, *, return_workspace_view: bool = False) -> Tensor:
+        require(not self.backend.buckets, "the greatest count of any rank is not passed on")
+        require(not return_workspace_view or t.output is None, "a view and an output")
+        self.stage_inputs(t)
+        output = t.output
+        if output is None and not return_workspace_view:
+            output = torch.empty(t.hidden_states.shape, dtype=torch.bfloat16)
+        return self.compute_staged(output=output)
+
+    def stage_inputs(self, t: Any, *, compile_tokens_per_rank: int | None = None) -> None:
         require(not self.destroyed, "the layer has been destroyed")
         if self.device.lost:
             raise Trap("the device context was lost in an earlier launch")
         self._check_tensors(t)
-        require(
-            not return_workspace_view or (self.backend.view and t.output is None),
-            f"{self.backend.name} returns no view",
-        )
-        workspace = self._acquire(t)
+        bound = compile_tokens_per_rank
+        require(bound is None or self.backend.buckets, f"{self.backend.name} takes no bucket")
         n = t.hidden_states.shape[0]
+        require(bound is None or n <= bound <= self.capacity, f"{n} tokens, {bound} announced")
+        workspace = self._acquire(t)
         self._stage(workspace, t, n)
+        self.staged = workspace, n, bound
+
+    def compute_staged(self, *, output: Tensor | None) -> Tensor:
+        assert self.staged is not None
+        workspace, n, bound = self.staged
+        require(output is not None or self.backend.view, f"{self.backend.name} returns no view")
+        require(output is None or not self.backend.owns_output, "a graph for every output address")
         live = workspace.ids >= 0
         if bool((workspace.ids >= self.num_experts).any()):
             self.device.lost = True
@@ -151,7 +179,7 @@ class MegaLayer:
         # Rows that no slot names are poison, and must not matter.
         rows = self.backend.operand(workspace.x, workspace.scales)
         post = Post(x=rows, ids=workspace.ids, weights=workspace.weights, experts=self.experts)
-        posts = self.cluster.meet(self.rank, ("launch", self.index, self.key), post)
+        posts = self.cluster.meet(self.rank, ("launch", self.index, self.key, bound), post)
         self.device.count(self.device.launches, self.rank)
         recipe = self.backend.recipe()
         terms = launch(self.rank, posts, recipe, self.backend.activation())
@@ -159,12 +187,11 @@ class MegaLayer:
         seen = workspace.ids.clamp(min=0) if self.backend.stale else workspace.ids
         each = self.backend.experts_per_rank
         workspace.output.copy_(reduce(workspace.terms, seen, workspace.weights, recipe, each))
-        if return_workspace_view:
+        if output is None:
             return workspace.output[:n]
-        out = torch.empty_like(workspace.output[:n]) if t.output is None else t.output
-        require(out.shape[0] == n, "the output's rows are taken as the token count")
-        out.copy_(workspace.output[:n])
-        return out
+        require(output.shape[0] == n, "the output's rows are taken as the token count")
+        output.copy_(workspace.output[:n])
+        return output
 
     def _check_tensors(self, t: Any) -> None:
         n = t.hidden_states.shape[0]
@@ -241,6 +268,11 @@ class MegaLayer:
                 del self.device.pool[(self.rank, self.key)]
 
 
+def bucket_of(tokens: int, capacity: int) -> int:
+    """Fewer buckets than there are; what matters is that each is compiled apart."""
+    return next((b for b in (2, 4) if tokens <= b <= capacity), capacity)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """8-bit floats as bytes, since not all operations know them."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
@@ -264,5 +296,9 @@ def emulated(machine: Machine = H200) -> Iterator[Device]:
     def probe(*_: Any, **__: Any) -> Machine:
         return machine
 
-    with mock.patch.object(flashinfer, "load", load), mock.patch("megamoe.api.probe", probe):
+    with (
+        mock.patch.object(flashinfer, "load", load),
+        mock.patch.object(flashinfer, "_TREES", []),
+        mock.patch("megamoe.api.probe", probe),
+    ):
         yield device

@@ -121,6 +121,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
 }
 
+CONFIGS |= {
+    "Sm120_Mxfp4_Mxfp8_Bf16_Cutedsl_MegaMoeConfig": dict(
+        **_SIZES,
+        kernel_name="sm120_mxfp4_mxfp8_bf16_cutedsl",
+        gate_up_clamp=None,
+        activation_clamp=None,
+        fast_math=True,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        knobs=None,
+    ),
+    "Sm120_Mxfp4_Mxfp8_Bf16_Cake_MegaMoeConfig": dict(
+        intermediate_size=2048,
+        top_k=6,
+        swiglu_limit=10,
+        codec_overflow_blocks=16,
+        kernel_name="sm120_mxfp4_mxfp8_bf16_cake",
+        shared_expert=None,
+        transport_table="all_gin",
+        fast_math=True,
+        knobs=None,
+    ),
+    "Sm120_Mxfp8_Mxfp8_Bf16_Cutedsl_MegaMoeConfig": dict(
+        **_SIZES,
+        kernel_name="sm120_mxfp8_mxfp8_bf16_cutedsl",
+        kind="mxfp8_e4m3",
+        gate_up_clamp=None,
+        activation_clamp=None,
+        fast_math=True,
+        enable_in_kernel_fc2_reduce=False,
+        token_back_mode="epi_warps",
+        knobs=None,
+    ),
+}
+
 API: dict[str, dict[str, Any]] = {
     "BootstrapConfig": dict(
         world_size=REQUIRED,
@@ -158,6 +193,7 @@ API: dict[str, dict[str, Any]] = {
     ),
 }
 
+PACK = dict(w13=None, w2=None, w13_scale=None, w2_scale=None)
 PUSH_FP8_WEIGHTS = dict(
     w13_fp8=REQUIRED, w13_sf=REQUIRED, w2_fp8=REQUIRED, w2_sf=REQUIRED, w13_interleaved=False
 )

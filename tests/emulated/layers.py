@@ -244,6 +244,8 @@ def layers(
     activations: tuple[Activation, ...],
     max_tokens: int = 4,
     max_experts: int = 6,
+    hidden: int = HIDDEN,
+    machine: Machine = H200,
 ) -> Layer:
     world = draw(st.sampled_from(worlds))
     placement = draw(placements(max_experts=max_experts, world=world))
@@ -264,5 +266,7 @@ def layers(
         activation=activation,
         gain=8.0 if activation.limit else 1.0,
         routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+        hidden=hidden,
+        machine=machine,
         seed=draw(st.integers(0, 2**16)),
     )

@@ -15,6 +15,7 @@ import pytest
 from emulated import facts
 
 SM90 = "moe_ep/backends/mega/kernel/sm90"
+SM120 = "moe_ep/backends/mega/kernel/sm120"
 PUSH = "moe_ep/kernel_src/sm90"
 FP4 = f"{SM90}/fp8_mxfp4_bf16_pull_cutedsl/config.py"
 SOURCES = {
@@ -30,6 +31,9 @@ SOURCES = {
         f"{SM90}/bf16_bf16_bf16_push_cake/cake_config.py"
     ),
     "Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig": f"{SM90}/fp8_fp8_bf16_push_cuda/config.py",
+    "Sm120_Mxfp4_Mxfp8_Bf16_Cutedsl_MegaMoeConfig": f"{SM120}/mxfp4_mxfp8_bf16_cutedsl/config.py",
+    "Sm120_Mxfp4_Mxfp8_Bf16_Cake_MegaMoeConfig": f"{SM120}/mxfp4_mxfp8_bf16_cake/cake_config.py",
+    "Sm120_Mxfp8_Mxfp8_Bf16_Cutedsl_MegaMoeConfig": f"{SM120}/mxfp8_mxfp8_bf16_cutedsl/config.py",
     "BootstrapConfig": "moe_ep/config.py",
     "FleetParams": "moe_ep/config.py",
     "MegaConfig": "moe_ep/modes/config.py",

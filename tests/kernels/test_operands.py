@@ -26,12 +26,14 @@ from megamoe.formats import (
     plain,
     quantise,
 )
-from megamoe.kernels.operands import canonical, coded, exact_bf16, static_coded
+from megamoe.kernels.operands import canonical, coded, exact_bf16, mx_coded, static_coded
 from megamoe.problem import ExpertWeights
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, any NaN being one NaN."""
+    if a.dtype == torch.uint8:
+        return torch.equal(a, b)
     if a.dtype.itemsize == 1:
         nan = a.float().isnan() & b.float().isnan()
         return bool(((a.view(torch.uint8) == b.view(torch.uint8)) | nan).all())
@@ -44,7 +46,7 @@ def any_bf16(seed: int, rows: int, columns: int) -> torch.Tensor:
     return torch.from_numpy(z).to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("fmt", [FP8_ROW, FP8_1X128], ids=str)
+@pytest.mark.parametrize("fmt", [FP8_ROW, FP8_1X128, MXFP8], ids=str)
 @given(
     rows=st.integers(0, 3),
     seed=st.integers(0, 2**20),
@@ -63,7 +65,8 @@ def test_activations_are_coded_as_the_format_says(
     elif kind == "mixed" and rows:
         x[0] = wide[0]
     want = quantise(x, fmt)
-    codes, scales = coded(x, fmt)
+    codes, scales = mx_coded(x) if fmt is MXFP8 else coded(x, fmt)
+    scales = scales.view(torch.uint8) if fmt is MXFP8 else scales
     assert codes.shape == x.shape
     assert want.scale is not None
     assert scales.shape == want.scale.shape

@@ -19,6 +19,7 @@ from megamoe.formats import (
     FP8_TENSOR,
     INT4_G32,
     MXFP4,
+    MXFP8,
     NVFP4,
     PLAIN_BF16,
     PLAIN_F32,
@@ -31,7 +32,7 @@ from megamoe.problem import Activation, Host, Machine, Placement, Request
 SHEETS: dict[str, type[Kernel]] = {
     kernel.sheet.name: kernel
     for kernel in (*KERNELS, Sm90PullFp8Tensor)
-    if kernel.sheet.name.startswith("sm90")
+    if kernel.sheet.name.startswith("sm")
 }
 
 
@@ -45,6 +46,11 @@ def plain_request(fmt: Format, world: int, **changes: Any) -> Request:
         "weights": fmt,
     }
     return Request(**fields | changes)
+
+
+def home(name: str) -> Machine:
+    """The literal machine that a kernel is made for."""
+    return H200 if name.startswith("sm90") else SM120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +75,32 @@ LIMIT = Activation(limit=10.0)
 SYMMETRIC = Activation(limit=10.0, symmetric=True)
 GPT_OSS = Activation(alpha=1.702, up_offset=1.0)
 
-HOPPER = (
-    Refusal(
-        of="architectures",
-        says="needs a CUDA GPU, and CPU has none",
-        machine=dataclasses.replace(CPU, flashinfer="0.7.4", nvshmem="0.4.1"),
-    ),
-    Refusal(
-        of="architectures",
-        says="needs compute capability 9.0, and NVIDIA RTX PRO 6000 Blackwell has 12.0",
-        machine=dataclasses.replace(SM120, multiprocessors=132),
-    ),
-    Refusal(
-        of="needs",
-        says="needs flashinfer >= 0.7.4, and none is installed",
-        machine=dataclasses.replace(H200, flashinfer=None),
-    ),
-    Refusal(
-        of="needs",
-        says="needs flashinfer >= 0.7.4, and 0.7.3 is installed",
-        machine=dataclasses.replace(H200, flashinfer="0.7.3"),
-    ),
+PACKAGES = {"flashinfer": "0.7.4", "nvshmem": "0.4.1", "nccl": "2.30.7", "cuda": "13.0"}
+
+
+def everywhere(machine: Machine) -> tuple[Refusal, ...]:
+    """What no megakernel takes."""
+    return (
+        Refusal(
+            of="architectures",
+            says="needs a CUDA GPU, and CPU has none",
+            machine=dataclasses.replace(CPU, **PACKAGES),
+        ),
+        Refusal(
+            of="needs",
+            says="needs flashinfer >= 0.7.4, and none is installed",
+            machine=dataclasses.replace(machine, flashinfer=None),
+        ),
+        Refusal(
+            of="needs",
+            says="needs flashinfer >= 0.7.4, and 0.7.3 is installed",
+            machine=dataclasses.replace(machine, flashinfer="0.7.3"),
+        ),
+        *LAYERS_AND_HOSTS,
+    )
+
+
+LAYERS_AND_HOSTS = (
     Refusal(
         of="alpha",
         says="computes plain SwiGLU only, not alpha 1.702 with up + 1",
@@ -122,16 +133,35 @@ HOPPER = (
         external_all_to_all="deepep",
     ),
 )
-NO_NVSHMEM = Refusal(
-    of="nvshmem",
-    says="needs nvshmem >= 0.3.1, and none is installed",
-    machine=dataclasses.replace(H200, nvshmem=None),
+HOPPER = (
+    *everywhere(H200),
+    Refusal(
+        of="architectures",
+        says="needs compute capability 9.0, and NVIDIA RTX PRO 6000 Blackwell has 12.0",
+        machine=dataclasses.replace(SM120, multiprocessors=132),
+    ),
 )
-OLD_NVSHMEM = Refusal(
-    of="nvshmem",
-    says="needs nvshmem >= 0.3.1, and 0.2.9 is installed",
-    machine=dataclasses.replace(H200, nvshmem="0.2.9"),
+WORKSTATION = (
+    *everywhere(SM120),
+    host(
+        "tensor parallel",
+        "cannot run inside tensor parallelism of 2",
+        tp_size=2,
+    ),
 )
+
+
+def nvshmem(machine: Machine) -> tuple[Refusal, ...]:
+    return tuple(
+        Refusal(
+            of="nvshmem",
+            says=f"needs nvshmem >= 0.3.1, and {says}",
+            machine=dataclasses.replace(machine, nvshmem=version),
+        )
+        for version, says in ((None, "none is installed"), ("0.2.9", "0.2.9 is installed"))
+    )
+
+
 TOO_MANY_SLOTS = Refusal(of="top_k", says="takes top_k 1 to 32, not 33", request={"top_k": 33})
 UPPER_ONLY = Refusal(
     of="clamp",
@@ -140,21 +170,21 @@ UPPER_ONLY = Refusal(
 )
 
 
-def peers(transport: str) -> Refusal:
+def peers(transport: str, machine: Machine = H200) -> Refusal:
     return Refusal(
         of="transport",
         says=f"reads peers' memory over {transport}, and the GPUs have no peer access",
-        machine=dataclasses.replace(H200, peer_access=False),
+        machine=dataclasses.replace(machine, peer_access=False),
         placement=(64, 8),
     )
 
 
-def alone(transport: str) -> Refusal:
+def alone(transport: str, machine: Machine = H200) -> Refusal:
     return Refusal(
         of="shared GPU",
         says=f"wants a GPU for each rank ({transport} refuses to share one), and 8 ranks share one "
         "here",
-        machine=dataclasses.replace(H200, ranks_per_gpu=8),
+        machine=dataclasses.replace(machine, ranks_per_gpu=8),
         placement=(64, 8),
     )
 
@@ -175,7 +205,7 @@ def weights(found: Format, taken: str) -> Refusal:
     )
 
 
-NVSHMEM = (NO_NVSHMEM, OLD_NVSHMEM, TOO_MANY_SLOTS, UPPER_ONLY, peers("NVSHMEM"))
+NVSHMEM = (*nvshmem(H200), TOO_MANY_SLOTS, UPPER_ONLY, peers("NVSHMEM"))
 BF16_FORMATS = "bf16, mxfp4, nvfp4, mxfp8, fp8_block128_e8m0_scale, fp8_block32_e8m0_scale"
 BLOCKS = "fp8_block128, fp8_block128_bf16_scale, fp8_block128_e8m0_scale"
 PUSH_TOP_K = Refusal(of="top_k", says="takes top_k 1, 2, 4, 6 or 8, not 3", request={"top_k": 3})
@@ -341,6 +371,113 @@ REFUSALS: dict[str, tuple[Format, int, tuple[Refusal, ...]]] = {
         ),
     ),
 }
+OTHER_CLAMP = Refusal(
+    of="clamp",
+    says="does not clamp, and the layer clamps at 10",
+    request={"activation": LIMIT},
+)
+HOPPER_REFUSED = Refusal(
+    of="architectures",
+    says="needs compute capability 12.x, and NVIDIA H200 has 9.0",
+    machine=H200,
+)
+REFUSALS |= {
+    "sm120_mxfp4_split": (
+        MXFP4,
+        1,
+        (
+            *WORKSTATION,
+            *nvshmem(SM120),
+            HOPPER_REFUSED,
+            UPPER_ONLY,
+            FEW_EXPERTS,
+            peers("NVSHMEM", SM120),
+            size("hidden_size", 4112, 32),
+            size("intermediate_size", 2040, 32),
+            weights(NVFP4, "mxfp4"),
+        ),
+    ),
+    "sm120_mxfp8": (
+        MXFP8,
+        1,
+        (
+            *WORKSTATION,
+            *nvshmem(SM120),
+            HOPPER_REFUSED,
+            OTHER_CLAMP,
+            TOO_MANY_SLOTS,
+            peers("NVSHMEM", SM120),
+            size("hidden_size", 4112, 32),
+            size("intermediate_size", 2040, 32),
+            weights(MXFP4, "mxfp8"),
+        ),
+    ),
+    "sm120_mxfp4_cake": (
+        MXFP4,
+        8,
+        (
+            *WORKSTATION,
+            Refusal(
+                of="architectures",
+                says="needs compute capability 12.0, and NVIDIA GB10 has 12.1",
+                machine=dataclasses.replace(SM120, name="NVIDIA GB10", capability=(12, 1)),
+            ),
+            Refusal(
+                of="needs",
+                says="needs nccl == 2.30.7, and 2.30.8 is installed",
+                machine=dataclasses.replace(SM120, nccl="2.30.8"),
+            ),
+            Refusal(
+                of="needs",
+                says="needs nccl == 2.30.7, and none is installed",
+                machine=dataclasses.replace(SM120, nccl=None),
+            ),
+            Refusal(
+                of="needs",
+                says="needs cuda >= 13.0, and 12.9 is installed",
+                machine=dataclasses.replace(SM120, cuda="12.9"),
+            ),
+            Refusal(of="world_sizes", says="runs on 2 to 32 ranks, not on 1", placement=(64, 1)),
+            Refusal(
+                of="max_experts_per_rank",
+                says="holds at most 128 experts a rank, not 129",
+                placement=(129 * 4, 4),
+            ),
+            Refusal(
+                of="own",
+                says="holds at most 1024 experts over all ranks, not 1032",
+                placement=(1032, 12),
+            ),
+            Refusal(
+                of="max_tokens_per_rank",
+                says="takes at most 32640 tokens a rank, not 32768",
+                request={"max_tokens_per_rank": 32768},
+            ),
+            size("hidden_size", 4352, 512),
+            Refusal(
+                of="hidden_max",
+                says="hidden_size 8192 is above 7680",
+                request={"hidden_size": 8192},
+            ),
+            size("intermediate_size", 1984, 128),
+            Refusal(of="top_k", says="takes top_k 1 to 9, not 10", request={"top_k": 10}),
+            UPPER_ONLY,
+            Refusal(
+                of="clamp",
+                says="takes an integer limit, not 7.5",
+                request={"activation": Activation(limit=7.5)},
+            ),
+            Refusal(
+                of="own",
+                says="takes a limit from 1 to 65504, not 70000",
+                request={"activation": Activation(limit=70000.0)},
+            ),
+            peers("NCCL device API", SM120),
+            alone("NCCL device API", SM120),
+            weights(NVFP4, "mxfp4"),
+        ),
+    ),
+}
 CASES = [(name, refusal) for name, (_, _, found) in REFUSALS.items() for refusal in found]
 
 
@@ -349,10 +486,10 @@ def test_every_datasheet_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-@pytest.mark.parametrize("machine", [H200, H20], ids=["h200", "h20"])
-def test_the_plain_request_is_taken(name: str, machine: Machine) -> None:
+def test_the_plain_request_is_taken(name: str) -> None:
     fmt, world, _ = REFUSALS[name]
-    assert SHEETS[name].objections(plain_request(fmt, world), machine) == ()
+    for machine in (H200, H20) if home(name) is H200 else (SM120,):
+        assert SHEETS[name].objections(plain_request(fmt, world), machine) == ()
 
 
 @pytest.mark.parametrize(
@@ -364,7 +501,7 @@ def test_a_refusal_says_its_sentence(name: str, refusal: Refusal) -> None:
     if refusal.placement is not None:
         changes["placement"] = Placement.contiguous(*refusal.placement)
     request = plain_request(fmt, world, **changes)
-    found = SHEETS[name].objections(request, refusal.machine or H200)
+    found = SHEETS[name].objections(request, refusal.machine or home(name))
     assert refusal.says in found
     assert found == (refusal.says,), "one change, one reason"
 
@@ -382,41 +519,40 @@ def restrictions(kernel: type[Kernel]) -> set[str]:
     fields = {f.name: f.default for f in dataclasses.fields(Datasheet)}
     described = {
         "name", "title", "recipe", "features", "empty_slots", "equal_counts", "id_dtype",
-        "automatic", "hardware", "notes", "max_tokens_per_rank", "max_experts_per_rank",
-        "hidden_max",
+        "automatic", "hardware", "notes",
     }  # fmt: skip
     limits = {n for n in fields if n not in described and getattr(sheet, n) != fields[n]}
-    assert all(getattr(sheet, n) is None for n in described & fields.keys() if n.endswith("max"))
-    assert all(getattr(sheet, n) is None for n in described if n.startswith("max_"))
     limits |= {"clamp"}
     limits |= {"nvshmem" for need in sheet.needs if need.package == "nvshmem"}
-    limits |= {"alpha", "expert bias", "weight at input", "output scaling", "shared GPU"} - (
-        sheet.features
-    )
+    features = {"alpha", "expert bias", "weight at input", "output scaling", "shared GPU"}
+    limits |= (features | {"tensor parallel"}) - sheet.features
     limits |= {"two batches", "external all to all"}
     return limits | ({"own"} if "own_objections" in vars(kernel) else set())
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_tensor_and_sequence_parallel_hosts_are_welcome(name: str) -> None:
+def test_hosts_that_are_welcome(name: str) -> None:
+    """Tensor parallelism around the expert-parallel group on Hopper, split sequences anywhere."""
     fmt, world, _ = REFUSALS[name]
-    request = plain_request(fmt, world, host=Host(tp_size=8, sequence_parallel=True))
-    assert SHEETS[name].objections(request, H200) == ()
+    tp_size = 8 if home(name) is H200 else 1
+    request = plain_request(fmt, world, host=Host(tp_size=tp_size, sequence_parallel=True))
+    assert SHEETS[name].objections(request, home(name)) == ()
 
 
-def test_many_ranks_on_one_gpu_are_for_the_pull_kernels() -> None:
-    shared = dataclasses.replace(H200, ranks_per_gpu=8)
+def test_many_ranks_on_one_gpu_are_for_nvshmem() -> None:
     able = {
         name
         for name, (fmt, _, _) in REFUSALS.items()
-        if not SHEETS[name].objections(plain_request(fmt, 8), shared)
+        if not SHEETS[name].objections(
+            plain_request(fmt, 8), dataclasses.replace(home(name), ranks_per_gpu=8)
+        )
     }
-    assert able == {name for name in REFUSALS if "pull" in name}
+    assert able == {name for name in REFUSALS if SHEETS[name].sheet.transport == "NVSHMEM"}
 
 
 def test_a_world_of_one_needs_no_peer_access() -> None:
-    machine = dataclasses.replace(H200, peer_access=False)
     for name, (fmt, world, _) in REFUSALS.items():
+        machine = dataclasses.replace(home(name), peer_access=False)
         if world == 1:
             assert SHEETS[name].objections(plain_request(fmt, 1), machine) == ()
 
@@ -424,6 +560,8 @@ def test_a_world_of_one_needs_no_peer_access() -> None:
 @pytest.mark.parametrize(
     ("fmt", "activation", "world", "first"),
     [
+        (MXFP4, Activation(limit=9.5), 1, "sm120_mxfp4_split"),
+        (MXFP8, Activation(), 8, "sm120_mxfp8"),
         (MXFP4, LIMIT, 8, "sm90_pull_mxfp4"),
         (NVFP4, LIMIT, 8, "sm90_pull_nvfp4"),
         (FP8_BLOCK128, Activation(), 8, "sm90_push_fp8"),
@@ -435,12 +573,13 @@ def test_a_world_of_one_needs_no_peer_access() -> None:
 )
 def test_preference(fmt: Format, activation: Activation, world: int, first: str) -> None:
     request = plain_request(fmt, world, activation=activation)
-    taken = [k.sheet.name for k in KERNELS if not refusals(k, request, H200)]
+    taken = [k.sheet.name for k in KERNELS if not refusals(k, request, home(first))]
     assert taken[0] == first
 
 
 def test_none_claims_hardware_that_it_was_not_run_on() -> None:
     """An entry here comes from a recorded run, in docs/verdicts-h200.md."""
-    for kernel in SHEETS.values():
+    for name, kernel in SHEETS.items():
         for claim in kernel.sheet.hardware:
             assert "H200" in claim
+            assert name.startswith("sm90"), "no SM120 GPU was ever reached"

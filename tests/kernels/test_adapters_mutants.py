@@ -17,10 +17,11 @@ from unittest import mock
 import pytest
 import torch
 from emulated import ContractBroken
-from emulated.layers import Layer, differences
+from emulated.layers import HIDDEN, Layer, differences
 
+from megamoe.dispatch.machine import H200, SM120
 from megamoe.dispatch.select import KERNELS
-from megamoe.formats import FP8_BLOCK128, MXFP4, NVFP4, PLAIN_BF16, Format
+from megamoe.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, PLAIN_BF16, Format
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Kernel
 from megamoe.kernels.layout import CanonicalExperts
@@ -35,14 +36,18 @@ WEIGHTS: dict[str, Format] = {
     "sm90_push_fp8": FP8_BLOCK128,
     "sm90_standalone_mxfp4": MXFP4,
     "sm90_standalone_nvfp4": NVFP4,
+    "sm120_mxfp4_split": MXFP4,
+    "sm120_mxfp4_cake": MXFP4,
+    "sm120_mxfp8": MXFP8,
 }
 BY_NAME = {kernel.sheet.name: kernel for kernel in KERNELS}
 QUANTISED = tuple(name for name in WEIGHTS if "bf16" not in name)
 FED = tuple(name for name in QUANTISED if "push" not in name)  # take codes from us
-CLAMPED = tuple(name for name in WEIGHTS if name != "sm90_push_fp8")
+CLAMPED = tuple(name for name in WEIGHTS if name not in ("sm90_push_fp8", "sm120_mxfp8"))
+MX = tuple(name for name in WEIGHTS if name.startswith("sm120"))
 
 
-def case(kernel: str, *, limit: float | None = 0.75, gain: float = 8.0) -> Layer:
+def case(kernel: str, *, limit: float | None = 1.0, gain: float = 12.0) -> Layer:
     """Every expert of four has a token, some slots are empty, ranks hold permuted experts."""
     world = 4 if kernel == "sm90_standalone_nvfp4" else 2
     slots = ((3,), (1,), (0,), (2, 1)) if world == 4 else ((3, 1), (0, 2, 1))
@@ -54,6 +59,8 @@ def case(kernel: str, *, limit: float | None = 0.75, gain: float = 8.0) -> Layer
         placement=Placement(num_experts=4, slots=slots),
         ids=ids[:world],
         capacity=4,
+        hidden=512 if kernel == "sm120_mxfp4_cake" else HIDDEN,
+        machine=SM120 if kernel in MX else H200,
         activation=activation if kernel in CLAMPED else Activation(),
         gain=gain,
     )
@@ -182,13 +189,14 @@ def stale_routing(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any
 @contextlib.contextmanager
 def activation_scales_of_the_next_token(kernel: type[Kernel]) -> Iterator[None]:
     module = sys.modules[kernel.__module__]
-    real = module.coded
+    name = "coded" if hasattr(module, "coded") else "mx_coded"
+    real = getattr(module, name)
 
-    def coded(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = real(x, fmt)
-        return codes, scales.roll(1, dims=0)
+    def next_token(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = real(*args)
+        return codes, _bytes(scales, lambda b: b.roll(1, dims=0))
 
-    with mock.patch.object(module, "coded", coded):
+    with mock.patch.object(module, name, next_token):
         yield
 
 
@@ -204,13 +212,13 @@ def fields_through(edit: Any) -> Iterator[None]:
         yield
 
 
-CLAMPS = ("gate_up_clamp", "clamp_limit", "activation_clamp")
+CLAMPS = ("gate_up_clamp", "clamp_limit", "activation_clamp", "swiglu_limit")
 
 
 def clamp_dropped(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
     def edit(fields: dict[str, Any]) -> dict[str, Any]:
-        none = float("inf") if "num_topk" in fields else None
-        return {k: none if k in CLAMPS else v for k, v in fields.items()}
+        none = {"activation_clamp": float("inf"), "swiglu_limit": 0}
+        return {k: none.get(k) if k in CLAMPS else v for k, v in fields.items()}
 
     return fields_through(edit)
 
@@ -226,6 +234,38 @@ def wire_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContext
 
 def scale_mode_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
     return fields_through(lambda f: {k: v for k, v in f.items() if k != "fp8_scale_mode"})
+
+
+def combine_left_to_the_heuristic(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return fields_through(lambda f: {k: v for k, v in f.items() if k != "knobs"})
+
+
+def overflow_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    def edit(fields: dict[str, Any]) -> dict[str, Any]:
+        smaller = {"codec_overflow_blocks": fields.get("codec_overflow_blocks", 0) // 4}
+        return fields | smaller if "codec_overflow_blocks" in fields else fields
+
+    return fields_through(edit)
+
+
+@contextlib.contextmanager
+def run_through(edit: Any) -> Iterator[None]:
+    """``edit`` the keyword arguments of every launch."""
+    real = flashinfer.MegaLayer.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **edit(kwargs))
+
+    with mock.patch.object(flashinfer.MegaLayer, "run", run):
+        yield
+
+
+def greatest_count_kept_back(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return run_through(lambda kwargs: {})
+
+
+def outputs_given_to_the_kernel(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return run_through(lambda kwargs: kwargs | {"view": False})
 
 
 @contextlib.contextmanager
@@ -261,6 +301,10 @@ MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (clamp_dropped, CLAMPED),
     (wire_left_at_the_default, ("sm90_push_bf16", "sm90_push_fp8")),
     (scale_mode_left_at_the_default, ("sm90_pull_fp8",)),
+    (combine_left_to_the_heuristic, ("sm120_mxfp4_split",)),
+    (overflow_left_at_the_default, ("sm120_mxfp4_cake",)),
+    (greatest_count_kept_back, ("sm120_mxfp4_split", "sm120_mxfp4_cake")),
+    (outputs_given_to_the_kernel, ("sm120_mxfp4_split",)),
     (counts_left_unequal, ("sm90_standalone_mxfp4", "sm90_standalone_nvfp4")),
 )
 PAIRS = [(mutant, kernel) for mutant, kernels in MUTANTS for kernel in sorted(kernels)]
@@ -274,7 +318,7 @@ def test_mutant_is_caught(mutant: Mutant, kernel: str) -> None:
         assert is_caught(case(kernel))
 
 
-DEFAULT_OF_10 = tuple(name for name in CLAMPED if "fp4" in name)
+DEFAULT_OF_10 = tuple(n for n in CLAMPED if "fp4" in n and n != "sm120_mxfp4_split")
 
 
 @pytest.mark.parametrize("kernel", DEFAULT_OF_10)
@@ -286,7 +330,7 @@ def test_a_clamp_of_10_by_default_is_not_left_to_an_unclamped_layer(kernel: str)
 
 
 def test_every_adapter_has_its_mutants() -> None:
-    assert {name for name in BY_NAME if name.startswith("sm90")} == set(WEIGHTS)
+    assert {name for name in BY_NAME if name.startswith("sm")} == set(WEIGHTS)
     for kernel in WEIGHTS:
         assert inspect.getmodule(BY_NAME[kernel]) is not None
         assert sum(name == kernel for _, name in PAIRS) >= 8

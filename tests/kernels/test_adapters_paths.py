@@ -1,4 +1,4 @@
-"""The production path of every SM90 kernel on the emulated device: bits of the one-rank reference.
+"""The production path of every megakernel on the emulated device: the bits of one rank.
 
 Prepare, placement, layout, staging, session and `forward`, over ranks, routings, empty slots, idle
 ranks, and uneven, permuted and replicated experts.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from emulated.layers import Layer, differences, layers
+from emulated.layers import HIDDEN, Layer, differences, layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamoe.dispatch.machine import H200, SM120
 from megamoe.formats import (
     FP8_BLOCK128,
     FP8_BLOCK128_BF16,
@@ -23,7 +24,7 @@ from megamoe.formats import (
     PLAIN_BF16,
     Format,
 )
-from megamoe.problem import Activation
+from megamoe.problem import Activation, Machine
 
 UPPER = (Activation(), Activation(limit=1.0), Activation(limit=0.75))
 
@@ -37,6 +38,8 @@ class Path:
     worlds: tuple[int, ...] = (1, 2, 3, 4, 8)
     top_k: tuple[int, ...] = (1, 2, 3)
     activations: tuple[Activation, ...] = UPPER
+    hidden: int = HIDDEN
+    machine: Machine = H200
 
 
 SYMMETRIC = tuple(Activation(limit=a.limit, symmetric=True) for a in UPPER)
@@ -57,6 +60,16 @@ PATHS = (
     ),
     Path(kernel="sm90_standalone_mxfp4", weights=(MXFP4,), worlds=(1, 2, 4, 8), top_k=(1, 2)),
     Path(kernel="sm90_standalone_nvfp4", weights=(NVFP4,), worlds=(4, 8), top_k=(1, 2)),
+    Path(kernel="sm120_mxfp4_split", weights=(MXFP4,), top_k=(1, 2), machine=SM120),
+    Path(
+        kernel="sm120_mxfp4_cake",
+        weights=(MXFP4,),
+        worlds=(2, 4, 8),
+        activations=(Activation(), Activation(limit=1.0)),
+        hidden=512,
+        machine=SM120,
+    ),
+    Path(kernel="sm120_mxfp8", weights=(MXFP8,), activations=(Activation(),), machine=SM120),
 )
 
 

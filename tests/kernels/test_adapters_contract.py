@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from emulated import ContractBroken, Trap, cluster, emulated, run_ranks
 from emulated.layers import Layer, differences, forward
-from test_sm90_mutants import WEIGHTS, case
+from test_adapters_mutants import WEIGHTS, case
 
 import megamoe
+from megamoe.dispatch.machine import H200, SM120
 from megamoe.errors import BadInput, MegaMoEError, RankFailure, Unsupported
 from megamoe.formats import FP8_TENSOR, NVFP4, PLAIN_BF16, Quantised, dequantise
 from megamoe.kernels import flashinfer
@@ -227,7 +228,50 @@ def test_one_rank_without_a_group_leaves_none_behind(kernel: str) -> None:
     assert not dist.is_initialized()
 
 
+def test_two_trees_of_kernels_do_not_share_a_process() -> None:
+    hopper, split, swap = (
+        dataclasses.replace(
+            case(kernel), placement=Placement.contiguous(4, 1), ids=(((0, 1),),), machine=SM120
+        )
+        for kernel in ("sm90_pull_bf16", "sm120_mxfp4_split", "sm120_mxfp8")
+    )
+    with emulated(SM120):
+        with split.prepare(0), pytest.raises(Unsupported, match=r"SM120 split .*another process"):
+            swap.prepare(0)
+        with split.prepare(0):  # of its own it has any number
+            pass
+    assert "SM90 pull" not in flashinfer._TREES
+    with emulated(H200), dataclasses.replace(hopper, machine=H200).prepare(0):
+        assert flashinfer._TREES == ["SM90 pull"]
+
+
 # --- weights -------------------------------------------------------------------------------------
+
+
+def test_cake_gets_the_loader_s_own_bytes() -> None:
+    """Under other dtypes, and without a second copy: FlashInfer makes its own from them."""
+    layer_ = dataclasses.replace(case("sm120_mxfp4_cake"), placement=Placement.contiguous(4, 2))
+
+    def work(rank: int) -> None:
+        held = layer_.held(rank)
+        prepared = megamoe.prepare(
+            held,
+            dist.group.WORLD,
+            max_tokens_per_rank=4,
+            top_k=2,
+            kernel=layer_.kernel,
+            on_failure="raise",
+        )
+        kernel: Any = prepared._kernel
+        taken = kernel.layer.layer.experts
+        for ours, theirs in ((held.experts.w13, taken.w13), (held.experts.w2, taken.w2)):
+            assert ours.data.data_ptr() == theirs.data.data_ptr()
+            assert ours.scale is not None
+            assert ours.scale.data_ptr() == theirs.scale.data_ptr()
+        prepared.close()
+
+    with emulated(SM120):
+        run_ranks(2, work)
 
 
 def inexact(q: Quantised) -> Quantised:
@@ -255,7 +299,7 @@ def test_values_that_bf16_cannot_hold_are_refused_on_every_rank(kernel: str) -> 
 
 @ALL
 def test_weights_as_computed_are_the_weights_where_they_fit(kernel: str) -> None:
-    from test_sm90_mutants import BY_NAME
+    from test_adapters_mutants import BY_NAME
 
     experts = case(kernel).experts()
     computed = BY_NAME[kernel].as_computed(experts)
@@ -266,7 +310,7 @@ def test_weights_as_computed_are_the_weights_where_they_fit(kernel: str) -> None
 @pytest.mark.parametrize("kernel", ["sm90_pull_nvfp4", "sm90_standalone_nvfp4"])
 def test_nvfp4_of_any_scale_is_what_as_computed_says(kernel: str) -> None:
     """A scale of 1.125 is no power of two: the kernel multiplies with other weights."""
-    from test_sm90_mutants import BY_NAME
+    from test_adapters_mutants import BY_NAME
 
     layer_ = case(kernel)
     odd = layer_.experts()

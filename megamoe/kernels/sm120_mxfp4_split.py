@@ -1,0 +1,103 @@
+"""FlashInfer's split MXFP4 megakernel for SM120: FP4 weights, MXFP8 activations, over NVSHMEM.
+
+Source: FlashInfer 0.7.4, moe_ep/backends/mega/kernel/sm120/mxfp4_mxfp8_bf16_cutedsl (geometry,
+outputs) and moe_ep/kernel_src/sm120/split_cutedsl_megakernel (shim/runtime.py for buckets, shim/
+staging.py; src/moe_sm120_mxfp4mxfp8_split: kernel_fc12.py for the rounding points,
+kernel_combine_reduce.py for the sum, heuristic.py for what is pinned here).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.formats import BF16, MXFP4, MXFP8
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.layout import pack_sm120_split
+from megamoe.kernels.operands import SM120_MID, canonical, mx_coded
+from megamoe.problem import Machine, MoEWeights, Recipe, Request
+
+
+class Sm120Mxfp4Split(Kernel):
+    """32 columns a scale before FC1 and FC2; routing weight in FC2's input.
+
+    By shape and device the kernel would sum the slots of each rank first, so that bits would follow
+    the placement: that is switched off. It writes its own buffer, from which the answer is copied,
+    because it compiles a graph for every output address it is given.
+    """
+
+    sheet = Datasheet(
+        name="sm120_mxfp4_split",
+        title="SM120 MXFP4 x MXFP8, split (NVSHMEM)",
+        recipe=Recipe(
+            name="sm120_mxfp4_split",
+            act=MXFP8,
+            weight_at="fc2_input",
+            mid=SM120_MID,
+            term=BF16,
+            combine="slots",
+        ),
+        formats=(MXFP4,),
+        architectures=((12, None),),
+        hidden_multiple=32,
+        intermediate_multiple=32,
+        clamp="upper",
+        # Its final sum is not told which slots are empty.
+        empty_slots="stale",
+        features=frozenset({"shared GPU", "sequence parallel"}),
+        transport="NVSHMEM",
+        needs=(
+            Versions(package="flashinfer", least=flashinfer.LEAST),
+            Versions(package="nvshmem", least="0.3.1"),
+        ),
+        id_dtype=torch.int64,
+        notes=("compiled at warm-up, once for each bucket of tokens up to the capacity",),
+    )
+
+    @classmethod
+    def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
+        held = request.world_size * request.placement.slots_per_rank
+        if request.top_k > held:
+            return (f"takes at most as many slots as experts, {held}, not {request.top_k}",)
+        return ()
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm120Mxfp4Split:
+        packed = pack_sm120_split(canonical(weights.experts))
+        flashinfer.together(context)
+        layer = flashinfer.MegaLayer(
+            context,
+            "Sm120_Mxfp4_Mxfp8_Bf16_Cutedsl_MegaMoeConfig",
+            packed.transformed(),
+            quantised=True,
+            tree="SM120 split",
+            intermediate_size=context.request.intermediate_size,
+            top_k=context.request.top_k,
+            gate_up_clamp=context.request.activation.limit,
+            knobs={"rank_local_combine": False},
+        )
+        return cls(layer)
+
+    def __init__(self, layer: flashinfer.MegaLayer) -> None:
+        self.layer = layer
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        codes, scales = mx_coded(batch.x)
+        bucket = max(1, batch.tokens)
+        self.layer.run(codes, batch.ids, batch.weights, out, scales, bucket=bucket, view=True)
+
+    def warmup(self) -> None:
+        for tokens in self.buckets():
+            self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet, tokens))
+        flashinfer.synchronise(self.layer.context.device)
+
+    def buckets(self) -> list[int]:
+        """The token counts that are compiled apart, up to the capacity; ascending."""
+        capacity = self.layer.context.request.max_tokens_per_rank
+        tree = flashinfer.load("moe_ep.kernel_src.sm120.split_cutedsl_megakernel")
+        chosen = (tree.select_graph_compile_bucket(n, capacity) for n in range(1, capacity + 1))
+        return sorted(set(chosen))
+
+    def close(self) -> None:
+        self.layer.close()

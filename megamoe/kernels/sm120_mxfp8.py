@@ -1,0 +1,84 @@
+"""FlashInfer's MXFP8 megakernel for SM120: weights and activations in MXFP8, over NVSHMEM.
+
+Source: FlashInfer 0.7.4, moe_ep/backends/mega/kernel/sm120/mxfp8_mxfp8_bf16_cutedsl (geometry, the
+pinned tile, the clamp it lacks) and moe_ep/kernel_src/sm120/swapab_cutedsl_megakernel/src
+(moe_sm120_mxfp8_swapab/kernel_fc12.py for the rounding points, topk_reduce.py for
+the sum).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.formats import BF16, MXFP8
+from megamoe.kernels import flashinfer
+from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.layout import pack_sm120_mxfp8
+from megamoe.kernels.operands import SM120_MID, canonical, mx_coded
+from megamoe.problem import MoEWeights, Recipe
+
+
+class Sm120Mxfp8(Kernel):
+    """32 columns a scale before FC1 and FC2; routing weight in FC2's input.
+
+    ``knobs`` stays unset: FlashInfer then pins the tile of 64 tokens, since its own default of 128
+    gives wrong answers.
+    """
+
+    sheet = Datasheet(
+        name="sm120_mxfp8",
+        title="SM120 MXFP8 x MXFP8 (NVSHMEM)",
+        recipe=Recipe(
+            name="sm120_mxfp8",
+            act=MXFP8,
+            weight_at="fc2_input",
+            mid=SM120_MID,
+            term=BF16,
+            combine="slots",
+        ),
+        formats=(MXFP8,),
+        architectures=((12, None),),
+        hidden_multiple=32,
+        intermediate_multiple=32,
+        top_k=range(1, 33),
+        clamp="none",
+        # Its final sum is not told which slots are empty.
+        empty_slots="stale",
+        features=frozenset({"shared GPU", "sequence parallel"}),
+        transport="NVSHMEM",
+        needs=(
+            Versions(package="flashinfer", least=flashinfer.LEAST),
+            Versions(package="nvshmem", least="0.3.1"),
+        ),
+        id_dtype=torch.int64,
+    )
+
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> Sm120Mxfp8:
+        packed = pack_sm120_mxfp8(canonical(weights.experts))
+        flashinfer.together(context)
+        layer = flashinfer.MegaLayer(
+            context,
+            "Sm120_Mxfp8_Mxfp8_Bf16_Cutedsl_MegaMoeConfig",
+            packed.transformed(),
+            quantised=True,
+            tree="SM120 swap-AB",
+            intermediate_size=context.request.intermediate_size,
+            top_k=context.request.top_k,
+        )
+        return cls(layer)
+
+    def __init__(self, layer: flashinfer.MegaLayer) -> None:
+        self.layer = layer
+
+    def run(self, batch: Batch, out: Tensor) -> None:
+        codes, scales = mx_coded(batch.x)
+        self.layer.run(codes, batch.ids, batch.weights, out, scales)
+
+    def warmup(self) -> None:
+        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
+        flashinfer.synchronise(self.layer.context.device)
+
+    def close(self) -> None:
+        self.layer.close()
