@@ -214,7 +214,7 @@ class _Unwatched:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def launch(self) -> None:
+    def launch(self, stream: Any = None) -> None:
         return None
 
 
@@ -233,9 +233,10 @@ class _Watched:
         self.watchdog.enter(self.step)
         return self
 
-    def launch(self) -> None:
+    def launch(self, stream: Any = None) -> None:
+        """stream: the GPU's, where the call returns before its work is done."""
         self.launched = True
-        self.watchdog.launch(self.step)
+        self.watchdog.launch(self.step, stream)
 
     def __exit__(
         self,

@@ -91,7 +91,8 @@ class PreparedWeights:
             ids = self._table.physical_ids(self._ids(topk.ids), self.rank)
             weights = topk.weights.to(torch.float32) * factor
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-            call.launch()
+            on_gpu = self.device.type == "cuda"
+            call.launch(torch.cuda.current_stream(self.device) if on_gpu else None)
             shared = None if self._shared is None else self._shared.start(x)
             for i in range(rounds):
                 part = slice(i * step, (i + 1) * step)

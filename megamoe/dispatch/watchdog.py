@@ -78,6 +78,7 @@ class Watchdog:
         self._abort = abort
         self._where: Step | str = "start"
         self._last: tuple[Step, float] | None = None  # launched
+        self._stream: Any = None  # of that launch, on a GPU
         self._inside: dict[Step, float] = {}
         self._signs: dict[int, Sign] = {}
         self._beats = 0
@@ -96,9 +97,10 @@ class Watchdog:
         self._where = step
         self._inside[step] = time.monotonic()
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step, stream: Any) -> None:
         self.launched += 1
         self._last = step, time.monotonic()
+        self._stream = stream
 
     def leave(self, step: Step) -> None:
         self._inside.pop(step, None)
@@ -233,9 +235,10 @@ class Watchdog:
                     text = self.verdict(*min(calls, key=lambda call: call[1]))
                 elif text is None and not calls and time.monotonic() - looked > self._pause:
                     looked = time.monotonic()
-                    if self.store.check(["dead"]):  # told at the next use; nothing is stuck here
-                        return self.fail(str(self.store.get("dead").decode()))
-                    text = None if self._last is None else self.verdict(*self._last, inside=False)
+                    if self.store.check(["dead"]):
+                        text = str(self.store.get("dead").decode())
+                    elif self._last is not None:
+                        text = self.verdict(*self._last, inside=False)
             except RuntimeError as error:
                 if not calls:
                     return  # the group is gone, and nobody waits for it
@@ -248,12 +251,22 @@ class Watchdog:
         return min(LOOK, self.timeout / 4)
 
     def _announce(self, text: str, stop: threading.Event) -> None:
-        """Fail, and end the process where no call comes back to raise it."""
+        """Fail, and end the process where it is stuck and no call comes back to raise it."""
         self.fail(text)
         if self.on_failure == "raise" or self.told.wait(GRACE) or stop.is_set():
             return
-        print(f"megamoe: rank {self.rank} aborts: {text}", file=sys.stderr, flush=True)
-        self._abort()
+        if self._inside or self._busy():
+            print(f"megamoe: rank {self.rank} aborts: {text}", file=sys.stderr, flush=True)
+            self._abort()
+
+    def _busy(self) -> bool:
+        """Whether the device still works on the last launch. Asked for nothing but a failure: a
+        query would break a graph capture of the same moment.
+        """
+        try:
+            return self._stream is not None and not self._stream.query()
+        except RuntimeError:
+            return False  # the device's own error will be raised where it is used
 
 
 def store_gone(watchdog: Watchdog, error: Exception) -> str:

@@ -297,8 +297,19 @@ def test_a_returned_call_learns_of_an_error_elsewhere(monkeypatch: pytest.Monkey
     assert "rank 1 raised BadInput: late in forward #1 of layer 1" in text
 
 
-def test_a_rank_that_waits_for_nothing_is_marked_and_not_aborted(
-    monkeypatch: pytest.MonkeyPatch,
+class Stream:
+    """A GPU's, that is still at work or not."""
+
+    def __init__(self, busy: bool) -> None:
+        self.busy = busy
+
+    def query(self) -> bool:
+        return not self.busy
+
+
+@pytest.mark.parametrize("stream", [None, Stream(False), Stream(True)], ids=["cpu", "idle", "busy"])
+def test_a_rank_outside_of_calls_is_aborted_only_if_its_device_is_stuck(
+    stream: Stream | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watchdogs, "LOOK", 0.2)
     monkeypatch.setattr(watchdogs, "GRACE", 0.2)
@@ -307,13 +318,10 @@ def test_a_rank_that_waits_for_nothing_is_marked_and_not_aborted(
 
     def work(ranks: Ranks, rank: int) -> None:
         prepare(ranks)
-        for call in range(2):
-            with ranks.step("forward") as step:
-                step.launch()
-                if rank == 1 and call == 1:
-                    raise RuntimeError("out of memory")
-            if rank == 0:
-                break
+        with ranks.step("forward") as step:
+            step.launch(stream)
+            if rank == 1:
+                raise RuntimeError("out of memory")
         deadline = time.monotonic() + 20
         while ranks.healthy and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -321,7 +329,9 @@ def test_a_rank_that_waits_for_nothing_is_marked_and_not_aborted(
         ranks.check()
 
     assert "out of memory" in failures(group.run(work), [0]).pop()
-    assert group.aborted == []
+    stuck = stream is not None and stream.busy
+    assert group.aborted == ([0] if stuck else [])
+    assert ("rank 0 aborts: rank 1 raised RuntimeError" in capsys.readouterr().err) is stuck
 
 
 @pytest.mark.parametrize("raises", [True, False])
