@@ -61,11 +61,11 @@ def measure(path: Path, rank: int, world_size: int, quantise: str | None) -> dic
         load(write_demo(small), 0, quantise=quantise)
     disk, peak = proc("io", "read_bytes"), Peak()
     peak.start()
-    files = Files(path)
-    weights = load_layer(
-        find_layer(files, Config(path), 0), rank=rank, world_size=world_size, placement=None,
-        device=torch.device("cpu"), target=format_of(quantise),
-    )  # fmt: skip
+    with Files(path) as files:
+        weights = load_layer(
+            find_layer(files, Config(path), 0), rank=rank, world_size=world_size, placement=None,
+            device=torch.device("cpu"), target=format_of(quantise),
+        )  # fmt: skip
     memory = peak.stop()
     return {
         "share": weights.experts.nbytes,

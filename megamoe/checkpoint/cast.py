@@ -35,12 +35,12 @@ def mxfp4_to_nvfp4(q: Quantised) -> Quantised:
             "keep it in mxfp4",
         )  # fmt: skip
     k, m = _exponents(q)
-    scale = encode(power_of_two((k - m).clamp(min=BOTTOM)), E4M3).repeat_interleave(2, dim=-1)
+    exponents = (k - m).clamp(min=BOTTOM).repeat_interleave(2, dim=-1)
     codes = unpack(q.data)
     return Quantised(
         format=NVFP4,
         data=pack(torch.where(codes == 8, 0, codes)),
-        scale=scale,
+        scale=encode(power_of_two(exponents), E4M3),
         global_scale=power_of_two(m[:, 0]).to(torch.float32).repeat(1, q.row_groups),
         row_groups=q.row_groups,
     )

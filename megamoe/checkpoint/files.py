@@ -58,7 +58,8 @@ class _Shard:
 class Files:
     """The tensors of one checkpoint directory, by name.
 
-    ``bytes_read`` counts what :meth:`read` was asked for. Headers are not counted.
+    ``bytes_read`` counts what :meth:`read` was asked for. Headers are not counted. As a context, it
+    closes its shards at the end.
     """
 
     def __init__(self, root: Path) -> None:
@@ -67,6 +68,14 @@ class Files:
         self._shards: dict[Path, _Shard] = {}
         self._where = _where(self)
         self._names = sorted(self._where)
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for shard in self._shards.values():
+            shard.stream.close()
+        self._shards.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._where

@@ -125,7 +125,13 @@ def inspect(
     refuse is recorded with its reason. Raises BadInput where config.json or the index is unusable.
     """
     directory = Path(path)
-    files, config = Files(directory), Config(directory)
+    with Files(directory) as files:
+        return _inspect(files, Config(directory), judge, world_size, max_tokens_per_rank)
+
+
+def _inspect(
+    files: Files, config: Config, judge: Judge | None, world_size: int, max_tokens_per_rank: int
+) -> CheckpointRecord:
     family = family_of(config)
     names: list[int | str] = list(range(config.integer(LAYERS)))
     stage = 0
@@ -148,7 +154,7 @@ def inspect(
             said[moe] = tuple(judge(request))
         records.append(LayerRecord(name=str(name), moe=moe, verdicts=said.get(moe, ())))
     return CheckpointRecord(
-        path=directory, family=family.name, model_types=config.model_types, layers=tuple(records)
+        path=files.root, family=family.name, model_types=config.model_types, layers=tuple(records)
     )
 
 

@@ -44,12 +44,12 @@ def load(
     not expressible by the layer. Not checked: that other ranks' experts are well formed, and that
     weights (other than their scales) are finite.
     """
-    directory = Path(path)
-    found = find_layer(Files(directory), Config(directory), layer)
-    return load_layer(
-        found, rank=rank, world_size=world_size, placement=placement,
-        device=torch.device(device), target=format_of(quantise),
-    )  # fmt: skip
+    directory, target = Path(path), format_of(quantise)
+    with Files(directory) as files:
+        return load_layer(
+            find_layer(files, Config(directory), layer), rank=rank, world_size=world_size,
+            placement=placement, device=torch.device(device), target=target,
+        )  # fmt: skip
 
 
 def load_layer(

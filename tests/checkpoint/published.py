@@ -508,6 +508,10 @@ def qwen3_moe_quark_tensor() -> Published:
     return qwen3_moe("qwen3_moe_quark_tensor", stores.per_tensor(), {"quant_method": "quark"})
 
 
+def qwen3_moe_bf16_tensor_scale() -> Published:
+    return qwen3_moe("qwen3_moe_bf16_tensor_scale", stores.per_tensor(shape=(1,), dtype=BF16))
+
+
 def qwen3_moe_quark_channel() -> Published:
     return qwen3_moe(
         "qwen3_moe_quark_channel", stores.channel(vector=True), {"quant_method": "quark"}
@@ -666,7 +670,8 @@ BUILDERS: tuple[Callable[[], Published], ...] = (
     glm4v_moe, glm_moe_dsa, glm_moe_dsa_nvfp4, glm5_next, mimo_v2, deepseek_v4, deepseek_v4_hash,
     deepseek_v4_mtp, deepseek_v4_fp8, deepseek_v4_nvfp4, deepseek_v41, deepseek_v41_stage,
     qwen3_moe, qwen3_moe_f32, qwen3_moe_fp8, qwen3_moe_nvfp4, qwen3_moe_modelopt_fp8,
-    qwen3_moe_quark_tensor, qwen3_moe_quark_channel, qwen3_moe_quark_mxfp4, qwen3_moe_ct_mxfp4,
-    qwen3_moe_ct_nvfp4, qwen3_moe_ct_block, olmoe, mixtral, minimax, minimax_m2, minimax_m3,
-    minimax_m3_mxfp8, minimax_m31_nvfp4, gpt_oss, gpt_oss_bf16,
+    qwen3_moe_quark_tensor, qwen3_moe_bf16_tensor_scale, qwen3_moe_quark_channel,
+    qwen3_moe_quark_mxfp4, qwen3_moe_ct_mxfp4, qwen3_moe_ct_nvfp4, qwen3_moe_ct_block, olmoe,
+    mixtral, minimax, minimax_m2, minimax_m3, minimax_m3_mxfp8, minimax_m31_nvfp4, gpt_oss,
+    gpt_oss_bf16,
 )  # fmt: skip

@@ -127,15 +127,18 @@ def channel(scale: str = "f32", *, vector: bool = False) -> Store:
     return store
 
 
-def per_tensor(
-    suffix: str = "weight_scale", *, shape: tuple[int, ...] = (), input_scale: bool = True
-) -> Store:
+def per_tensor(*, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Store:
+    """With dtype bfloat16, the scale is that of a BF16 export: rounded, and exact in float32."""
+
     def store(values: Tensor) -> Stored:
         q = quantise(values, FP8_TENSOR)
-        tensors = {"weight": q.data, suffix: _scale(q).reshape(shape)}
-        if input_scale:
-            tensors["input_scale"] = torch.tensor(0.25).reshape(shape)
-        return Stored(tensors, exact(q.data) * exact(_scale(q)), q.format)
+        scale = _scale(q).to(dtype)
+        tensors = {
+            "weight": q.data,
+            "weight_scale": scale.reshape(shape),
+            "input_scale": torch.tensor(0.25).reshape(shape),
+        }
+        return Stored(tensors, exact(q.data) * exact(scale), q.format)
 
     return store
 

@@ -25,13 +25,15 @@ from megamoe.problem import MoEWeights, Placement
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "load_share.py"
 
 
-def counted(path: Path, layer: int | str, rank: int, world_size: int) -> tuple[MoEWeights, int]:
-    files = Files(path)
-    weights = load_layer(
-        find_layer(files, Config(path), layer), rank=rank, world_size=world_size, placement=None,
-        device=torch.device("cpu"), target=None,
-    )  # fmt: skip
-    return weights, files.bytes_read
+def counted(
+    path: Path, layer: int | str, rank: int, world_size: int, placement: Placement | None = None
+) -> tuple[MoEWeights, int]:
+    with Files(path) as files:
+        weights = load_layer(
+            find_layer(files, Config(path), layer), rank=rank, world_size=world_size,
+            placement=placement, device=torch.device("cpu"), target=None,
+        )  # fmt: skip
+        return weights, files.bytes_read
 
 
 def replicated(weights: MoEWeights) -> int:
@@ -70,12 +72,8 @@ def test_a_replica_is_read_once(tmp_path: Path) -> None:
     p = published.qwen3_moe()
     path = p.write(tmp_path)
     placement = Placement(num_experts=8, slots=((3, 3, -1, 3), tuple(range(8))))
-    files = Files(path)
-    weights = load_layer(
-        find_layer(files, Config(path), 0), rank=0, world_size=2, placement=placement,
-        device=torch.device("cpu"), target=None,
-    )  # fmt: skip
-    assert 4 * (files.bytes_read - replicated(weights)) == weights.experts.nbytes
+    weights, asked = counted(path, 0, 0, 2, placement)
+    assert 4 * (asked - replicated(weights)) == weights.experts.nbytes
 
 
 def test_shards_of_other_ranks_are_not_opened(tmp_path: Path) -> None:
