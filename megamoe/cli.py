@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 import time
@@ -22,10 +23,11 @@ from megamoe.dispatch.machine import MACHINES, probe
 from megamoe.dispatch.models import MODELS, model, published_format
 from megamoe.dispatch.select import KERNELS
 from megamoe.errors import MegaMoEError, Mismatch, bad_input
+from megamoe.kernels.base import Kernel
 from megamoe.problem import Machine, Request
 from megamoe.reference.canary import digest
 from megamoe.reference.router import logits as exact_logits
-from megamoe.suite import results, run
+from megamoe.suite import bench, results, run
 from megamoe.suite.cases import CASES, case
 
 say = Console(highlight=False, soft_wrap=True, markup=False).print
@@ -71,6 +73,22 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("--case", action="append", help="only this one; may be given again")
     judge.add_argument("--results", type=Path, help="a folder for the records, as JSON")
     judge.set_defaults(run=_check)
+
+    timed = commands.add_parser("bench", help="time kernels that the oracle finds right")
+    timed.add_argument("--kernel", action="append", help="only this one; may be given again")
+    timed.add_argument("--world-size", type=int, default=1, metavar="N")
+    timed.add_argument("--tokens", default=",".join(map(str, bench.TOKENS)), help="of each rank")
+    for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+        flag = f"--{name.replace('_size', '').replace('num_', '').replace('_', '-')}"
+        default = getattr(bench.SHAPE, name)
+        timed.add_argument(flag, dest=name, type=int, default=default, metavar="N")
+    timed.add_argument("--capacity", default="each", help="of the workspace; each: the token count")
+    timed.add_argument("--seconds-per-config", type=float, default=bench.SECONDS, metavar="S")
+    timed.add_argument(
+        "--timeout", type=float, default=run.FIRST_S, metavar="S", help="of one configuration"
+    )
+    timed.add_argument("--json", type=Path, metavar="FILE", help="written after each configuration")
+    timed.set_defaults(run=_bench)
 
     why = commands.add_parser("explain", help="which kernel, and why not the others")
     why.add_argument("model", nargs="?", help=f"one of {', '.join(MODELS)}")
@@ -136,10 +154,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = run.machine_for(args.world_size, device)
-    kernels = [k for k in KERNELS if not args.kernel or k.sheet.name in args.kernel]
-    for name in set(args.kernel or ()) - {k.sheet.name for k in kernels}:
-        names = ", ".join(k.sheet.name for k in KERNELS)
-        raise bad_input("--kernel", repr(name), "is unknown", f"use one of {names}")
+    kernels = _kernels(args.kernel or [k.sheet.name for k in KERNELS])
     judged = failed = 0
     for kernel in kernels:
         shape = run.shape_of(kernel)
@@ -169,6 +184,50 @@ def _check(args: argparse.Namespace) -> int:
     if not judged:
         raise MegaMoEError("no kernel could be run here: nothing was judged")
     return 1 if failed else 0
+
+
+def _kernels(wanted: Sequence[str]) -> list[type[Kernel]]:
+    """The kernels of these names, in their order."""
+    known = {k.sheet.name: k for k in KERNELS}
+    for name in wanted:
+        if name not in known:
+            raise bad_input("--kernel", repr(name), "is unknown", f"use one of {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(wanted)]
+
+
+def _bench(args: argparse.Namespace) -> int:
+    plan = bench.Plan(
+        kernels=tuple(_kernels(args.kernel or bench.DEFAULT_KERNELS)),
+        world_size=args.world_size,
+        tokens=tuple(_count("--tokens", text) for text in args.tokens.split(",")),
+        shape=dataclasses.replace(
+            bench.SHAPE,
+            hidden_size=args.hidden_size,
+            intermediate_size=args.intermediate_size,
+            num_experts=args.num_experts,
+            top_k=args.top_k,
+        ),
+        capacity=None if args.capacity == "each" else _count("--capacity", args.capacity),
+        seconds=args.seconds_per_config,
+        timeout=args.timeout,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = run.machine_for(args.world_size, device)
+    document = bench.bench(plan, machine, file=args.json, tell=say)
+    if not bench.anything_timed(document):
+        raise MegaMoEError("no configuration could be timed here")
+    wide = Console(highlight=False, width=max(190, Console().width))
+    wide.print(bench.table(document))
+    for note in bench.notes(document):
+        say(note)
+    return 0 if bench.everything_timed(document) else 1
+
+
+def _count(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise bad_input(name, repr(text), "is not a count", "pass whole numbers") from None
 
 
 def _explain(args: argparse.Namespace) -> int:

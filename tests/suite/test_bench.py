@@ -1,0 +1,371 @@
+"""The benchmark without a GPU: what it refuses to time, what it writes, and how it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated import device as fake
+from emulated import emulated
+from rich.console import Console
+
+from megamoe.cli import main
+from megamoe.dispatch.machine import H20, H200, probe
+from megamoe.errors import BadInput
+from megamoe.kernels.base import Batch
+from megamoe.kernels.reference import Reference
+from megamoe.kernels.sm90_pull_bf16 import Sm90PullBf16
+from megamoe.kernels.torch_grouped import TorchGrouped
+from megamoe.suite import bench, run, timing
+from megamoe.suite.cases import Shape
+from megamoe.suite.pool import Outcome
+
+TINY = Shape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, capacity=6)
+WIDE = dataclasses.replace(TINY, hidden_size=256, intermediate_size=64, num_experts=4)
+
+
+class Fake:
+    """A clock that calls once and answers from a list, over and over."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.answers: Iterator[float] = itertools.cycle(seconds)
+        self.asked: list[int] = []
+
+    def device(self, call: Callable[[], Any], count: int) -> float:
+        self.asked.append(count)
+        call()
+        return next(self.answers)
+
+    host = device
+
+
+def state(clock: timing.Clock) -> timing.State:
+    return timing.State(torch.device("cpu"), None, clock)
+
+
+def measured(kernel: str, clock: timing.Clock, shape: Shape = TINY, **more: Any) -> dict[str, Any]:
+    return timing.measure(
+        lambda phase: None, 0, 1, state=state(clock), kernel=kernel,
+        **{"shape": shape, "tokens": shape.capacity, "seconds": 0.0, **more},
+    )  # fmt: skip
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def test_contenders_are_judged_and_timed_in_turns() -> None:
+    clock = Fake(0.002)
+    record = measured("reference", clock)
+    assert record["status"] == "timed"
+    assert list(record["times"]) == list(record["host_us"]) == ["forward", "torch_grouped"]
+    assert record["times"]["forward"] == {
+        "median_ms": 2.0, "quartiles_ms": [2.0, 2.0], "halves_ms": [2.0, 2.0],
+        "samples": timing.ROUNDS[0],
+    }  # fmt: skip
+    assert record["host_us"]["forward"] == 2000.0
+    for name in ("forward", "torch_grouped"):
+        assert record["verdicts"][name]["right"]
+        assert record["verdicts"][name]["recipe"]
+        assert record["verdicts"][name]["tokens"] == TINY.capacity
+    assert "calling FlashInfer by hand is not implemented for reference" in record["notes"]
+    json.dumps(record)  # it goes through a pipe and into a file
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Reference.run
+
+    def wrong(self: Reference, batch: Batch, out: torch.Tensor) -> None:
+        right(self, batch, out)
+        out[-1] *= 1.5
+
+    monkeypatch.setattr(Reference, "run", wrong)
+    clock = Fake(1.0)
+    record = measured("reference", clock)
+    assert record["status"] == "wrong"
+    assert not record["verdicts"]["forward"]["right"]
+    assert record["message"]
+    assert clock.asked == []
+    assert "times" not in record
+
+
+def test_a_wrong_contender_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TorchGrouped.run
+
+    def wrong(self: TorchGrouped, batch: Batch, out: torch.Tensor) -> None:
+        right(self, batch, out)
+        out[0] = 0
+
+    monkeypatch.setattr(TorchGrouped, "run", wrong)
+    record = measured("reference", Fake(1.0))
+    assert record["status"] == "timed"
+    assert list(record["times"]) == ["forward"]
+    assert any("torch_grouped is wrong" in note for note in record["notes"])
+
+
+def test_the_baseline_is_not_timed_against_itself() -> None:
+    record = measured("torch_grouped", Fake(1.0))
+    assert list(record["times"]) == ["forward"]
+
+
+def test_verdicts_are_made_once_for_the_same_rows() -> None:
+    shared = state(Fake(1.0))
+    for capacity in (6, 6, 9):
+        shape = dataclasses.replace(TINY, capacity=capacity)
+        timing.measure(
+            lambda phase: None, 0, 1, state=shared, kernel="torch_grouped", shape=shape, tokens=6,
+            seconds=0.0,
+        )  # fmt: skip
+    assert len(shared.yardsticks) == 1
+    assert len(shared.experts) == 1
+
+
+@pytest.mark.parametrize(("top_k", "experts"), [(6, 64), (1, 5), (4, 4), (3, 7)])
+def test_routing_is_balanced_and_repeats_no_expert_in_a_row(top_k: int, experts: int) -> None:
+    for tokens in (0, 1, 3, experts, 5 * experts):
+        ids = timing.balanced(tokens, top_k, experts, seed=1)
+        assert ids.shape == (tokens, top_k)
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        counts = torch.bincount(ids.flatten(), minlength=experts)
+        assert int(counts.max() - counts.min()) <= 1
+
+
+def test_the_step_s_work_adds_up_over_ranks() -> None:
+    shape = dataclasses.replace(TINY, num_experts=8, top_k=3)
+    parts = [timing.make_tokens(shape, 5, rank, 4, torch.device("cpu")) for rank in range(4)]
+    assert sum(part.slots for part in parts) == 4 * 5 * 3
+    assert [part.hit for part in parts] == [2] * 4
+    assert not torch.equal(parts[0].topk.ids, parts[1].topk.ids)
+
+
+def test_judged_rows_replace_rows_of_the_batch_that_is_timed() -> None:
+    shape = dataclasses.replace(TINY, num_experts=32, top_k=2)
+    batch = timing.make_tokens(shape, 200, 0, 1, torch.device("cpu"))
+    mixed = timing.with_judged(batch, shape, 0)
+    assert mixed.judged is not None
+    assert len(set(mixed.judged.tolist())) == timing.JUDGED_TOKENS
+    experts = set(mixed.topk.ids[mixed.judged].flatten().tolist())
+    assert experts == set(timing.judged_experts(shape)) == set(range(0, 32, 4))
+    untouched = torch.ones(200, dtype=torch.bool)
+    untouched[mixed.judged] = False
+    assert torch.equal(mixed.x[untouched], batch.x[untouched])
+    assert torch.equal(mixed.topk.ids[untouched], batch.topk.ids[untouched])
+
+
+def test_bursts_last_about_as_long_and_rounds_fill_the_time() -> None:
+    clock = Fake(0.001)
+    called = dict.fromkeys("ab", lambda: None)
+    samples = timing.in_turns(called, state(clock), 0.1)
+    assert clock.asked[:2] == [3, 3]
+    assert set(clock.asked[2:]) == {5}
+    assert {name: len(values) for name, values in samples.items()} == {"a": 10, "b": 10}
+
+
+def test_turns_begin_with_each_contender_in_turn() -> None:
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    timing.in_turns(calls, state(Fake(1.0)), 0.0)
+    assert "".join(order[6:15]) == "abcbcacab"
+
+
+def test_a_clock_of_the_host_measures() -> None:
+    assert timing.HostClock().device(lambda: time.sleep(0.01), 3) >= 0.01
+
+
+# --- FlashInfer by hand ---------------------------------------------------------------------------
+
+
+def test_by_hand_is_flashinfer_s_own_layer_over_our_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    construct = fake.MegaLayer.__init__
+
+    def shown(self: Any, device: Any, bootstrap: Any, fleet: Any, weights: Any, mega: Any) -> None:
+        construct(self, device, bootstrap, fleet, weights, mega)
+        self._bootstrap, self._fleet_params, self._mega_config = bootstrap, fleet, mega
+        made.append(self)
+
+    monkeypatch.setattr(fake.MegaLayer, "__init__", shown)
+    shape = run.shape_of(Sm90PullBf16, WIDE)
+    with emulated() as device:
+        record = measured("sm90_pull_bf16", Fake(1.0), shape)
+    assert list(record["times"]) == ["forward", "by hand", "torch_grouped"]
+    assert all(v["right"] and v["recipe"] for v in record["verdicts"].values())
+    ours, hand = made
+    assert hand._mega_config.quantize_input
+    assert hand._mega_config.transformed_weights is ours._mega_config.transformed_weights
+    assert hand.key == ours.key  # one workspace
+    assert device.open_workspaces == 0
+    assert ours.destroyed
+    assert hand.destroyed
+
+
+def test_a_flashinfer_that_shows_no_configuration_is_said() -> None:
+    shape = run.shape_of(Sm90PullBf16, WIDE)
+    with emulated():
+        record = measured("sm90_pull_bf16", Fake(1.0), shape)
+    assert list(record["times"]) == ["forward", "torch_grouped"]
+    assert "this FlashInfer's layer does not show how it was configured" in record["notes"]
+
+
+# --- records, ratios, floors ----------------------------------------------------------------------
+
+
+def rank_record(milliseconds: float, *, right: bool = True) -> dict[str, Any]:
+    figures = {"quartiles_ms": [1.0, 2.0], "halves_ms": [1.0, 1.0], "samples": 5}
+    return {
+        "status": "timed" if right else "wrong",
+        "message": "row 3 is wrong",
+        "verdicts": {
+            name: {
+                "right": right, "recipe": right, "tokens": 4, "share": 0.9, "share_floor": 0.5,
+                "worst_of_budget": 0.7, "message": "" if right else "row 3 is wrong",
+            }
+            for name in ("forward", "by hand")
+        },
+        "notes": ["said"],
+        "weight_bytes": 43 * 10**8,
+        "operations": 79 * 10**10,
+        "times": {
+            name: {"median_ms": milliseconds * factor, **figures}
+            for name, factor in (
+                ("forward", 1.0), ("by hand", 1.5), ("forward graph", 2.0), ("torch_grouped", 4.0),
+            )
+        },
+        "host_us": {"forward": 100.0, "by hand": 70.0},
+    }  # fmt: skip
+
+
+HEAD = {"kernel": "k", "tokens": 8, "operand_bits": 16}
+
+
+def test_ranks_become_one_record() -> None:
+    outcome = Outcome(status="done", values={0: rank_record(1.0), 1: rank_record(2.0)})
+    entry = bench.finished(HEAD | bench.merged(outcome), bench.H200)
+    assert entry["times"]["forward"]["median_ms"] == 1.0
+    assert entry["times"]["forward"]["max_over_ranks_ms"] == 2.0
+    assert entry["verdicts"]["forward"]["tokens"] == 8
+    assert entry["notes"] == ["said"]
+    assert entry["ratios"] == {"by hand / forward": 1.5, "torch_grouped / forward": 4.0}
+    assert entry["host_added_us"] == 30.0
+    assert entry["floor"] == {
+        "bytes_ms": 1.0, "operations_ms": 1.0, "ms": 1.0, "forward_over_floor": 4.0,
+    }  # fmt: skip
+
+
+def test_floors_follow_the_operands_bits() -> None:
+    work = {"weight_bytes": 0, "operations": 158 * 10**10}
+    assert bench.floor({"operand_bits": 16, **work}, bench.H200)["ms"] == 2.0
+    assert bench.floor({"operand_bits": 8, **work}, bench.H200)["ms"] == 1.0
+    assert bench.rates_of(H200) is bench.H200
+    assert bench.rates_of(H20) is None
+
+
+def test_one_wrong_rank_makes_the_configuration_wrong() -> None:
+    outcome = Outcome(status="done", values={0: rank_record(1.0), 1: rank_record(1.0, right=False)})
+    entry = bench.finished(HEAD | bench.merged(outcome), None)
+    assert entry["status"] == "wrong"
+    assert not entry["verdicts"]["forward"]["right"]
+    assert "not timed (wrong): row 3 is wrong" in bench.line(entry)
+
+
+def test_the_table_and_notes_show_every_configuration() -> None:
+    timed = bench.finished(
+        HEAD | bench.merged(Outcome(status="done", values={0: rank_record(1.0)})), bench.H200
+    )
+    hung = HEAD | {"tokens": 64, "status": "hung", "message": "no answer within 5 s"}
+    document = {
+        "machine": "NVIDIA H200", "world_size": 1, "date": "today", "configurations": [timed, hung],
+    }  # fmt: skip
+    console = Console(width=190, file=io.StringIO())
+    console.print(bench.table(document))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for cell in ("1.000+-0.500", "1.50", "4.00", "not timed: hung", "right, this recipe", "100"):
+        assert cell in text, cell
+    assert "…" not in text
+    assert bench.notes(document) == ["k at 8: said", "k at 64: no answer within 5 s"]
+    assert bench.anything_timed(document)
+    assert not bench.everything_timed(document)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def task(phase: Any, rank: int, world: int, *, tokens: int, **_: Any) -> dict[str, Any]:
+    phase("acting")
+    if tokens == 2:
+        raise RuntimeError("planted")
+    if tokens == 3:
+        time.sleep(600)
+    return rank_record(float(tokens))
+
+
+@pytest.mark.slow
+def test_what_fails_or_hangs_is_recorded_and_the_next_configuration_runs(tmp_path: Path) -> None:
+    plan = bench.Plan(
+        kernels=(Reference, Sm90PullBf16), tokens=(1, 2, 3, 4), shape=TINY, timeout=3.0
+    )
+    written: list[int] = []
+    file = tmp_path / "folder" / "bench.json"
+
+    def tell(line: str) -> None:
+        written.append(len(json.loads(file.read_text())["configurations"]))
+
+    document = bench.bench(plan, probe("cpu"), file=file, tell=tell, task=task)
+    assert json.loads(file.read_text()) == document
+    assert document["complete"]
+    entries = document["configurations"]
+    assert [e["status"] for e in entries] == ["timed", "raised", "hung", "timed"] + ["refused"] * 4
+    assert "planted" in entries[1]["message"]
+    assert "rank 0 acting" in entries[2]["message"]
+    assert "needs a CUDA GPU" in entries[4]["message"]
+    assert written == list(range(1, 9))  # while it went on
+    assert {"date", "machine", "versions", "world_size", "rates"} <= set(document)
+    assert not bench.everything_timed(document)
+
+
+def test_plans_name_what_does_not_fit() -> None:
+    for tokens, capacity in (((0,), None), ((8, 64), 32)):
+        with pytest.raises(BadInput):
+            bench.Plan(kernels=(Reference,), tokens=tokens, capacity=capacity)
+    shapes = {
+        tokens: shape.capacity
+        for _, tokens, shape in bench.Plan(kernels=(Reference,), capacity=4096).configurations()
+    }
+    assert shapes == dict.fromkeys(bench.TOKENS, 4096)
+
+
+@pytest.mark.slow
+def test_the_command_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    arguments = "--hidden 64 --intermediate 32 --experts 8 --top-k 2 --tokens 6 --world-size 2"
+    code = main(
+        ["bench", "--kernel", "reference", *arguments.split(), "--seconds-per-config", "0",
+         "--timeout", "200", "--json", str(file)]
+    )  # fmt: skip
+    assert code == 0
+    (entry,) = json.loads(file.read_text())["configurations"]
+    assert entry["verdicts"]["forward"]["tokens"] == 12
+    assert entry["ratios"]["torch_grouped / forward"] > 0
+    assert "reference, 6 tokens: forward" in capsys.readouterr().out
+
+
+def test_without_a_gpu_nothing_is_timed_and_the_command_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA GPU is here")
+    assert main(["bench", "--tokens", "8"]) == 2
+    captured = capsys.readouterr()
+    assert "no configuration could be timed here" in captured.err
+    assert "needs a CUDA GPU" in captured.out
+    assert main(["bench", "--kernel", "no_such_kernel"]) == 2
+    assert main(["bench", "--tokens", "eight"]) == 2
