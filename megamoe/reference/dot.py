@@ -5,12 +5,12 @@ the interval round to the same float32, that is the answer, whichever order the 
 The few others are summed again without error. The result is defined by mathematics alone, so it
 cannot depend on device, thread count, batch size or library version.
 
-Shapes: M rows of a, N rows of b, K terms; R elements to repair.
+Shapes: G pairs, M rows of a, N rows of b, K terms; R elements to repair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,18 +23,27 @@ BLOCK = 256  # terms summed by one matrix product; shorter blocks tighten the bo
 REPAIR_TERMS = 1 << 21  # terms gathered at once while repairing: bounds its memory
 
 
-Range = tuple[
-    Tensor, Tensor
-]  # of each row: exponents (low, high) as `formats.bit_range` gives them
+Range = tuple[Tensor, Tensor]  # exponents (low, high) of each row, as `formats.bit_range` gives
 
 
 class Product(NamedTuple):
-    """Two operands, and the [M, N] that takes their dots; ``range_b``: of b's rows, if known."""
+    """G pairs of matrices whose rows' dots are wanted.
+
+    a: float64 [G, M, K]; b: float64 [G, N, K]. Element (i, j) of pair g goes to
+    ``out[token[g, i], j]``; a token of -1 is padding, a row of zeros that goes nowhere.
+    range_b: gives the ranges [G, N] of b's rows, where they are known.
+    """
 
     a: Tensor
     b: Tensor
     out: Tensor
-    range_b: Range | None = None
+    token: Tensor
+    range_b: Callable[[], Range | None] | None = None
+
+    def put(self, values: Tensor) -> None:
+        """Write [G, M, N] where it belongs."""
+        live = self.token >= 0
+        self.out[self.token[live]] = values[live]
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -45,7 +54,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     infinities follow IEEE in the elements they enter. A zero comes out as +0.
     """
     out = torch.empty(len(a), len(b), dtype=torch.float32, device=a.device)
-    dots([Product(a, b, out)])
+    dots([Product(a[None], b[None], out, torch.arange(len(a), device=a.device)[None])])
     return out
 
 
@@ -55,42 +64,57 @@ def dots(products: Iterable[Product]) -> None:
     The products are taken one by one, so that a generator need not hold all operands at once; K may
     differ from one call to the next, not within one.
     """
-    waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+    waiting: list[_Undecided] = []
     held = 0
     for product in products:
-        a, b, out, _ = product
-        row, column = _estimate(product)
-        step = max(1, REPAIR_TERMS // max(1, a.shape[1]))
-        for i, j in zip(row.split(step), column.split(step), strict=True) if len(row) else ():
-            waiting.append((a[i], b[j], out, i, j))
-            held += len(i) * a.shape[1]
+        pair, row, column = _estimate(product)
+        step = max(1, REPAIR_TERMS // max(1, product.a.shape[2]))
+        for start in range(0, len(pair), step):
+            g, i, j = (index[start : start + step] for index in (pair, row, column))
+            waiting.append(
+                _Undecided(product.a[g, i], product.b[g, j], product.out, product.token[g, i], j)
+            )
+            held += waiting[-1].a.numel()
             if held >= REPAIR_TERMS:
                 _repair(waiting)
                 held = 0
     _repair(waiting)
 
 
-def _estimate(product: Product) -> tuple[Tensor, Tensor]:
-    """Fill ``out``; rows and columns of the elements that one float64 product leaves undecided."""
-    a, b, out, range_b = product
-    total, terms = _blocked_product(a, b)
-    bound = _error_bound(a, b, terms)
-    if range_b is not None:
-        bound = torch.where(_plain_sum_is_exact(a, range_b), 0.0, bound)
+class _Undecided(NamedTuple):
+    """Row-wise pairs [R, K] whose dots go to ``out[row, column]``."""
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    row: Tensor
+    column: Tensor
+
+
+def _estimate(product: Product) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill ``out``; indices (pair, row, column) of what one float64 product leaves undecided."""
+    a, b = product.a, product.b
+    sums = [_blocked_product(a[g], b[g]) for g in range(len(a))]
+    total = torch.stack([t for t, _ in sums]) if len(sums) > 1 else sums[0][0][None]
+    bound = _error_bound(a, b, sums[0][1])
+    known = None if product.range_b is None else product.range_b()
+    if known is not None:
+        bound = torch.where(_plain_sum_is_exact(a, known), 0.0, bound)
     low, high = rn32(total - bound), rn32(total + bound)
-    torch.add(torch.where(low == high, low, rn32(total)), 0.0, out=out)  # -0 + 0 is +0
-    row, column = ((low != high) & total.isfinite()).nonzero().unbind(1)
-    return row, column
+    product.put(torch.where(low == high, low, rn32(total)) + 0.0)  # -0 + 0 is +0
+    undecided = (low != high) & total.isfinite() & (product.token >= 0)[:, :, None]
+    pair, row, column = undecided.nonzero().unbind(1)
+    return pair, row, column
 
 
-def _repair(waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> None:
+def _repair(waiting: list[_Undecided]) -> None:
     """Sum the elements that wait without error, write them where they belong, empty the list."""
     if not waiting:
         return
-    exact = _exact_dot(torch.cat([w[0] for w in waiting]), torch.cat([w[1] for w in waiting]))
-    counts = [len(w[0]) for w in waiting]
-    for (_, _, out, row, column), part in zip(waiting, exact.split(counts), strict=True):
-        out[row, column] = part + 0.0
+    exact = _exact_dot(torch.cat([w.a for w in waiting]), torch.cat([w.b for w in waiting]))
+    counts = [len(w.a) for w in waiting]
+    for w, part in zip(waiting, exact.split(counts), strict=True):
+        w.out[w.row, w.column] = part + 0.0
     waiting.clear()
 
 
@@ -109,27 +133,29 @@ def _blocked_product(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
 
 
 def _error_bound(a: Tensor, b: Tensor, terms: int) -> Tensor:
-    """An upper bound of |float64 sum - exact sum|, float64 [M, N].
+    """An upper bound of |float64 sum - exact sum|, float64 [..., M, N].
 
     Each element passes at most ``terms`` + 1 roundings of partial sums that |a| |b| bounds
     (Cauchy-Schwarz), whatever the order. The last 2 and the factor 1.01 cover the norms' own
     roundings and those of the interval's ends.
     """
-    norms: Tensor = torch.linalg.vector_norm(a, dim=1)[:, None] * torch.linalg.vector_norm(b, dim=1)
-    return norms * ((terms + 4) * UNIT * 1.01)
+    norm_a: Tensor = torch.linalg.vector_norm(a, dim=-1)[..., :, None]
+    norm_b: Tensor = torch.linalg.vector_norm(b, dim=-1)[..., None, :]
+    return norm_a * norm_b * ((terms + 4) * UNIT * 1.01)
 
 
 def _plain_sum_is_exact(a: Tensor, range_b: Range) -> Tensor:
-    """Where the operands' bits leave nothing to round in any order of summation, bool [M, N].
+    """Where the operands' bits leave nothing to round in any order of summation, bool [..., M, N].
 
     Low-precision weights put every product on one coarse grid: there float32 ties abound, which no
     interval could decide, and the float64 sum is the exact one.
     """
     used = a != 0
-    low_a = torch.where(used, last_bit_of(a), 1 << 20).amin(1)
-    high_a = torch.where(used, exponent_of(a) + 1, -(1 << 20)).amax(1)
-    low, high = low_a[:, None] + range_b[0], high_a[:, None] + range_b[1]
-    return high + a.shape[1].bit_length() - low <= 53
+    low_a = torch.where(used, last_bit_of(a), 1 << 20).amin(-1)
+    high_a = torch.where(used, exponent_of(a) + 1, -(1 << 20)).amax(-1)
+    low = low_a[..., :, None] + range_b[0][..., None, :]
+    high = high_a[..., :, None] + range_b[1][..., None, :]
+    return high + a.shape[-1].bit_length() - low <= 53
 
 
 def _exact_dot(a: Tensor, b: Tensor) -> Tensor:

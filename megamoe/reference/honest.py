@@ -64,7 +64,8 @@ class Honest(Emulated):
 
     def dots(self, products: Iterable[Product]) -> None:
         for product in products:
-            product.out.copy_(self.dot(product.a, product.b))
+            pairs = zip(product.a, product.b, strict=True)
+            product.put(torch.stack([self.dot(a, b) for a, b in pairs]))
 
     def enter(self, values: Tensor, fmt: Format) -> Tensor:
         """For FP8 accumulators the codes themselves, [n, K], with their scales behind them."""

@@ -10,6 +10,7 @@ Shapes: T tokens, K slots a token, n tokens of one expert, H hidden_size, I inte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -107,7 +108,7 @@ class Exact:
 
     def dots(self, products: Iterable[Product]) -> None:
         for product in products:
-            product.out.copy_(product.a @ product.b.T)
+            product.put(product.a @ product.b.mT)
 
     def narrow(self, values: Tensor) -> Tensor:
         return values
@@ -251,8 +252,9 @@ def term(
 def _product(operand: Tensor, matrices: Quantised, groups: Groups, a: Arithmetic) -> Tensor:
     """operand [n, columns] times each group's matrix of [experts, rows, columns]: [n, rows].
 
-    Some rows of one matrix are held in float64 at a time: a few megabytes stay in a processor's
-    caches, a GPU takes far larger pieces. Peak memory is a small multiple of one expert.
+    Some rows of one matrix are held in float64 at a time, a few megabytes that stay in a
+    processor's caches; a GPU takes whole matrices, and neighbouring experts together, with their
+    tokens padded to one count. Peak memory is a small multiple of one expert.
     """
     _, rows, columns = matrices.shape
     piece = CPU_PIECE if operand.device.type == "cpu" else CUDA_PIECE
@@ -261,22 +263,43 @@ def _product(operand: Tensor, matrices: Quantised, groups: Groups, a: Arithmetic
 
     def products() -> Iterator[Product]:
         first = 0
-        for expert, count in groups:
-            one = matrices[expert : expert + 1]
-            tokens = slice(first, first + count)
-            first += count
+        for run in _runs(groups, step // max(1, rows)):
+            counts = [count for _, count in run]
+            token = _tokens(counts, first, operand.device)
+            first += sum(counts)
+            left = operand[token.clamp(min=0)]
+            if len(run) > 1:
+                left = torch.where(token[:, :, None] >= 0, left, 0.0)
+            some = matrices[run[0][0] : run[-1][0] + 1]
             for start in range(0, rows, step):
                 part = slice(start, start + step)
-                matrix = dequantise(one, rows=part)[0]
-                yield Product(operand[tokens], matrix, out[tokens, part], _range(one, part))
+                right = dequantise(some, rows=part)
+                ranges = functools.partial(bit_range, some, rows=part)
+                yield Product(left, right, out[:, part], token, ranges)
 
     a.dots(products())
     return out
 
 
-def _range(one: Quantised, rows: slice) -> tuple[Tensor, Tensor] | None:
-    known = bit_range(one, rows=rows)
-    return None if known is None else (known[0][0], known[1][0])
+def _runs(groups: Groups, most: int) -> Iterator[Groups]:
+    """Groups of consecutive experts, at most so many together."""
+    run: list[tuple[int, int]] = []
+    for group in groups:
+        if run and (len(run) >= most or group[0] != run[-1][0] + 1):
+            yield run
+            run = []
+        run.append(group)
+    if run:
+        yield run
+
+
+def _tokens(counts: Sequence[int], first: int, device: torch.device) -> Tensor:
+    """Row numbers from ``first`` on, one line a group, -1 where a group is shorter: [G, most]."""
+    most = torch.arange(max(counts), device=device)
+    if len(counts) == 1:
+        return (first + most)[None]
+    count = torch.tensor(counts, device=device)[:, None]
+    return torch.where(most < count, first + count.cumsum(0) - count + most, -1)
 
 
 def _biased(values: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:

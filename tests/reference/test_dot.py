@@ -209,7 +209,8 @@ def test_many_pairs_at_once(repair_terms: int, monkeypatch) -> None:
         for a, b in pairs:
             buffer.fill_(math.nan)  # what was yielded before is gone
             held_a, held_b = buffer[0, : len(a)].copy_(a), buffer[1, : len(b)].copy_(b)
-            yield module.Product(held_a, held_b, out[first : first + len(a), 1:3])
+            token = torch.arange(first, first + len(a))[None]
+            yield module.Product(held_a[None], held_b[None], out[:, 1:3], token)
             first += len(a)
 
     module.dots(products())
@@ -218,6 +219,24 @@ def test_many_pairs_at_once(repair_terms: int, monkeypatch) -> None:
     expected = torch.stack([whole[i, i // 4 * 2 : i // 4 * 2 + 2] for i in range(16)])
     assert torch.equal(out[:, 1:3], expected)
     assert bool(out[:, [0, 3]].isnan().all())
+
+
+def test_padded_pairs_together() -> None:
+    """Pairs of unequal counts in one product: padding is zeros, and goes nowhere."""
+    pairs = [cancelling(seed) for seed in range(3)]
+    counts = [3, 1, 4]
+    a = torch.zeros(3, 4, pairs[0][0].shape[1], dtype=F64)
+    token = torch.full((3, 4), -1)
+    first = 0
+    for g, count in enumerate(counts):
+        a[g, :count] = pairs[g][0][:count]
+        token[g, :count] = torch.arange(first, first + count)
+        first += count
+    out = torch.full((9, len(pairs[0][1])), math.nan)
+    module.dots([module.Product(a, torch.stack([b for _, b in pairs]), out, token)])
+    expected = torch.cat([dot(p[0][:n], p[1]) for p, n in zip(pairs, counts, strict=True)])
+    assert torch.equal(out[:8], expected)
+    assert bool(out[8].isnan().all())
 
 
 SPECIAL = [0.0, -0.0, 1.0, -2.0, math.inf, -math.inf, math.nan]
@@ -329,7 +348,9 @@ def coarse(fmt: Format, seed: int, spread: int) -> tuple[Tensor, Quantised]:
 
 
 def ranged(a: Tensor, q: Quantised) -> module.Product:
-    return module.Product(a, dequantise(q), torch.empty(3, 5), bit_range(q))
+    low, high = bit_range(q)
+    out, token = torch.empty(3, 5), torch.arange(3)[None]
+    return module.Product(a[None], dequantise(q)[None], out, token, lambda: (low[None], high[None]))
 
 
 @pytest.mark.parametrize("fmt", [MXFP4, MXFP8], ids=str)
@@ -341,7 +362,7 @@ def test_a_known_range_changes_no_bits(fmt: Format, spread: int) -> None:
         product = ranged(a, q)
         proven += int(module._plain_sum_is_exact(a, bit_range(q)).sum())
         module.dots([product])
-        check(lambda a, b, out=product.out: out, a, product.b)
+        check(lambda a, b, out=product.out: out, a, product.b[0])
     assert proven > 0
     assert (proven < 20 * 3 * 5) == (spread == 60)
 
@@ -365,9 +386,10 @@ def test_a_range_too_narrow_is_seen() -> None:
     for seed in range(200):
         a, q = coarse(MXFP8, seed, 60)
         _, high = bit_range(q)
-        product = ranged(a, q)._replace(range_b=(high - 2, high))
+        product = ranged(a, q)
+        product = product._replace(range_b=lambda high=high: (high[None] - 2, high[None]))
         module.dots([product])
-        wrong += not torch.equal(product.out, dot(a, product.b))
+        wrong += not torch.equal(product.out, dot(a, product.b[0]))
     assert wrong
 
 

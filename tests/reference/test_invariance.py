@@ -105,6 +105,18 @@ def test_thread_count(recipe: Recipe) -> None:
     assert int(results[0].count_nonzero()) > results[0].numel() / 2
 
 
+@given(problems, recipes, st.sampled_from([1, 40, 1 << 30]), st.sampled_from([1, 1 << 30]))
+def test_memory_budgets(problem, recipe: Recipe, piece: int, room: int) -> None:
+    """How much is held at once changes nothing: one row of a matrix, or all experts together."""
+    case, topk = problem
+    x, layer = case.x(), case.layer()
+    whole = bits(x, topk, layer, recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "CPU_PIECE", piece)
+        patch.setattr(moe, "CPU_ROOM", room)
+        assert torch.equal(bits(x, topk, layer, recipe), whole)
+
+
 def spread(t: Tensor) -> Tensor:
     """The same values, every other element of a wider tensor."""
     return t.new_empty(*t.shape, 2)[..., 0].copy_(t)

@@ -191,17 +191,17 @@ def test_float32_terms(recipe: Recipe) -> None:
 
 
 def float32_dots(products):
-    for a, b, out, _ in products:
-        out.copy_(a.to(torch.float32) @ b.to(torch.float32).T)
+    for product in products:
+        product.put(product.a.to(torch.float32) @ product.b.to(torch.float32).mT)
 
 
 def truncated_dots(products):
     """Rounded towards zero, as a tensor core's accumulator might."""
-    for a, b, out, _ in products:
-        exact = a @ b.T
+    for product in products:
+        exact = product.a @ product.b.mT
         near = exact.to(torch.float32)
         over = near.to(torch.float64).abs() > exact.abs()
-        out.copy_(torch.where(over, torch.nextafter(near, torch.zeros_like(near)), near))
+        product.put(torch.where(over, torch.nextafter(near, torch.zeros_like(near)), near))
 
 
 def library_gated(gate, up, activation):
