@@ -3,13 +3,7 @@ exhausted instead.
 """
 
 import torch
-import os
-
-# One thread a process: pytest-xdist runs as many processes as there are cores, and threads that
-# wait for each other across them cost far more than they bring. Set before torch is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # pytest-xdist brings the parallelism; threads on top of it only spin
 
