@@ -99,6 +99,9 @@ def coded(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 def mx_coded(x: Tensor) -> tuple[Tensor, Tensor]:
     """BF16 rows [n, H] as E4M3 codes [n, H] and E8M0 scales [n, H / 32], as ``formats.MXFP8``."""
     if coding.serves(x):
+        data, powers = coding.code(x, MXFP8)
+        return data, powers.view(torch.float8_e8m0fnu)
+    if coding.serves(x):
         codes, bytes_ = coding.code(x, MXFP8)
         return codes, bytes_.view(torch.float8_e8m0fnu)
     blocks = x.to(torch.float32).unflatten(1, (-1, 32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +28,7 @@ from megamoe.formats import (
     plain,
     quantise,
 )
+from megamoe.kernels import coding
 from megamoe.kernels.operands import canonical, coded, exact_bf16, mx_coded, static_coded
 from megamoe.problem import ExpertWeights
 
@@ -72,6 +75,28 @@ def test_activations_are_coded_as_the_format_says(
     assert scales.shape == want.scale.shape
     assert same(scales, want.scale)
     assert same(codes, want.data)
+
+
+def test_where_triton_serves_it_is_asked() -> None:
+    """Its bits are judged on a GPU; here, that both ways hand over the same dtypes."""
+    x = bell(1, 2, 256).bfloat16()
+
+    def code(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+        q = quantise(x, fmt)
+        assert q.scale is not None
+        return q.data, q.scale
+
+    ways: list[list[torch.Tensor]] = []
+    for serves in (False, True):
+        with (
+            mock.patch.object(coding, "serves", lambda _, serves=serves: serves),
+            mock.patch.object(coding, "code", mock.Mock(side_effect=code)) as asked,
+        ):
+            ways.append([*coded(x, FP8_ROW), *coded(x, FP8_1X128), *mx_coded(x)])
+        assert asked.call_count == 3 * serves
+    for ours, theirs in zip(*ways, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @given(seed=st.integers(0, 2**20), scale=st.floats(2.0**-20, 2.0**20, width=32))
