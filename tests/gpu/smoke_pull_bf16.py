@@ -9,6 +9,7 @@ Ranks are processes; more ranks than GPUs share them, over gloo. The parent kill
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -114,7 +115,8 @@ def judge(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import megamoe
-    from megamoe.formats import plain
+    from megamoe.dispatch.select import KERNELS
+    from megamoe.formats import PLAIN_BF16, plain, quantise
     from megamoe.problem import Activation, ExpertWeights, MoEWeights, Placement, TopK
     from megamoe.reference.moe import EXACT, Emulated, layer
 
@@ -135,20 +137,31 @@ def judge(args: argparse.Namespace) -> None:
     generator = torch.Generator(device).manual_seed(7)  # the same experts on every rank
     w13 = torch.randn(E, 2 * half, H, generator=generator, device=device) * (2.0 / H**0.5)
     w2 = torch.randn(E, H, half, generator=generator, device=device) / half**0.5
-    w13, w2 = w13.bfloat16(), w2.bfloat16()
-    activation = Activation(limit=args.limit)
+    chosen = next(kernel for kernel in KERNELS if kernel.sheet.name == args.kernel)
+    fmt, clamp = chosen.sheet.formats[0], chosen.sheet.clamp
+    if fmt is PLAIN_BF16:
+        experts = ExpertWeights(w13=plain(w13.bfloat16()), w2=plain(w2.bfloat16()))
+    else:
+        experts = ExpertWeights(w13=quantise(w13, fmt, row_groups=2), w2=quantise(w2, fmt))
+    activation = Activation(
+        limit=None if clamp == "none" else args.limit, symmetric=clamp == "symmetric"
+    )
+    phase(f"experts in {fmt}, {activation}")
 
     def held(placement: Placement, which: int) -> MoEWeights:
-        slots = list(placement.slots[which])
+        index = torch.tensor(placement.slots[which], device=device)
         return MoEWeights(
-            experts=ExpertWeights(w13=plain(w13[slots]), w2=plain(w2[slots])),
+            experts=ExpertWeights(w13=experts.w13[index], w2=experts.w2[index]),
             placement=placement,
             rank=which,
             activation=activation,
             weight_at="fc2_input",
         )
 
-    whole = held(Placement.contiguous(E, 1), 0)
+    # What the kernel computes with: other values where its datasheet says that it rounds weights.
+    whole = dataclasses.replace(
+        held(Placement.contiguous(E, 1), 0), experts=chosen.as_computed(experts)
+    )
     mixed = Placement(  # permuted, uneven, expert 0 on every rank
         num_experts=E,
         slots=tuple((*reversed(range(r, E, world)), 0) for r in range(world)),
