@@ -6,6 +6,14 @@ import re
 from pathlib import Path
 
 from megamoe.dispatch.explain import support_table
+from megamoe.dispatch.select import KERNELS
+from megamoe.suite.results import document
+
+
+def verdicts(folder: Path) -> str:
+    kernels = [k.sheet.name for k in KERNELS if k.sheet.name != "reference"]
+    return document(folder, kernels)
+
 
 if __name__ == "__main__":
     readme = Path(__file__).parents[1] / "README.md"
@@ -17,3 +25,5 @@ if __name__ == "__main__":
         flags=re.DOTALL,
     )
     readme.write_text(text)
+    docs = readme.parent / "docs"
+    (docs / "verdicts-h200.md").write_text(verdicts(docs / "verdicts" / "h200"))

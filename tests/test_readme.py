@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from readme import verdicts
+
 from megamoe.dispatch.explain import support_table
+from megamoe.dispatch.select import KERNELS
+from megamoe.suite.results import load, passed
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -29,3 +33,26 @@ def test_every_variable_is_read_in_settings() -> None:
     source = (Path(__file__).parents[1] / "megamoe" / "settings.py").read_text()
     for variable in set(re.findall(r"MEGAMOE_[A-Z_]+", README)):
         assert variable in source, variable
+
+
+def test_the_verdicts_page_is_the_generated_one() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "verdicts-h200.md").read_text()
+    assert page == verdicts(docs / "verdicts" / "h200"), "run: python -m tests.readme"
+
+
+def test_a_datasheet_claims_the_hardware_it_was_judged_on() -> None:
+    found = load(Path(__file__).parents[1] / "docs" / "verdicts" / "h200")
+    for kernel in KERNELS:
+        name = kernel.sheet.name
+        judged = {f"H200 EP{world}" for which, world in found if which == name}
+        if name != "reference":
+            assert set(kernel.sheet.hardware) == judged, name
+
+
+def test_every_record_passed() -> None:
+    for (kernel, world), cases in load(
+        Path(__file__).parents[1] / "docs" / "verdicts" / "h200"
+    ).items():
+        for name, entry in cases.items():
+            assert passed(entry), (kernel, world, name, entry.get("message"))

@@ -58,6 +58,7 @@ class Sm90PushBf16(Kernel):
         transport="CUDA peer windows",
         needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
         id_dtype=torch.int32,
+        hardware=("H200 EP1",),
         notes=(
             "other formats than bf16 are widened to BF16 where every value is a BF16 number, and "
             "refused at prepare where one is not",

@@ -72,6 +72,7 @@ class TorchGrouped(Kernel):
         ),
         transport="NCCL, or gloo where ranks share a GPU",
         automatic="gpu",
+        hardware=("H200 EP1",),
         notes=(
             "other formats than bf16 are widened to BF16 where every value is a BF16 number, and "
             "refused at prepare where one is not (an NVFP4 global scale that is no power of two)",

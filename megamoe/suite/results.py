@@ -68,6 +68,7 @@ def load(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
+GEOMETRY = ("hidden_size", "intermediate_size", "num_experts", "top_k", "capacity")
 COLUMNS = (
     "kernel",
     "ranks",
@@ -113,3 +114,32 @@ def _row(kernel: str, world: int, name: str, entry: Mapping[str, Any]) -> tuple[
 
 def _yes(verdict: bool) -> str:
     return "yes" if verdict else "**NO**"
+
+
+def document(folder: Path, kernels: Sequence[str]) -> str:
+    """The page docs/verdicts-<machine>.md, from the records under ``folder``."""
+    found = load(folder)
+    entries = [entry for cases in found.values() for entry in cases.values()]
+    machines = sorted({entry["machine"] for entry in entries})
+    versions = sorted({str(entry["versions"]) for entry in entries})
+    dates = sorted({entry["date"] for entry in entries})
+    shapes = {", ".join(f"{name} {entry['shape'][name]}" for name in GEOMETRY) for entry in entries}
+    return "\n".join(
+        (
+            f"# Verdicts on {', '.join(machines)}",
+            "",
+            "Generated from the records beside it (`python -m tests.readme`); each row is a run of",
+            "`megamoe check`. *right*: every token's error is within twice the recipe's own worst.",
+            "*this recipe*: the share of elements bit-equal to the emulated recipe reaches what",
+            "honest kernels reach; shown are the lowest share and the highest floor of any rank (a",
+            "rank without tokens has 100 %). Exact-grid cases are `torch.equal`. A case that is not",
+            "listed was not run. Several ranks share the GPU, time-sliced: correctness, not speed.",
+            "",
+            f"- dates: {', '.join(dates)}",
+            f"- versions: {'; '.join(versions)}",
+            f"- shapes: {'; '.join(sorted(shapes))}",
+            "",
+            table(found, kernels),
+            "",
+        )
+    )
