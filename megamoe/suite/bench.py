@@ -25,7 +25,7 @@ from megamoe.suite.pool import Outcome, Pool
 DEFAULT_KERNELS = ("sm90_pull_bf16", "sm90_pull_fp8", "sm90_pull_mxfp4")
 SHAPE = Shape(hidden_size=4096, intermediate_size=2048, num_experts=64, top_k=6)
 TOKENS = (8, 64, 512, 4096)
-SECONDS = 2.0
+SECONDS = 1.5
 RATIOS = (
     ("by hand", "forward"),
     ("by hand graph", "forward graph"),
@@ -194,6 +194,8 @@ def merged(outcome: Outcome) -> Entry:
         for name in first["verdicts"]
     }
     entry["notes"] = list(dict.fromkeys(note for r in ranks for note in r["notes"]))
+    if entry["status"] == "wrong":
+        entry["message"] = entry["verdicts"]["forward"]["message"]
     if entry["status"] == "timed":
         entry["times"] = {
             name: dict(figures)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from emulated import device as fake
 from emulated import emulated
 from rich.console import Console
 
+import megamoe
 from megamoe.cli import main
 from megamoe.dispatch.machine import H20, H200, probe
 from megamoe.errors import BadInput
@@ -369,3 +373,63 @@ def test_without_a_gpu_nothing_is_timed_and_the_command_says_so(
     assert "needs a CUDA GPU" in captured.out
     assert main(["bench", "--kernel", "no_such_kernel"]) == 2
     assert main(["bench", "--tokens", "eight"]) == 2
+
+
+# --- the first answer -----------------------------------------------------------------------------
+
+
+def first_answer() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "first_answer.py"
+    spec = importlib.util.spec_from_file_location("first_answer", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_a_fresh_process_answers_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    script = first_answer()
+    given = [
+        "--hidden",
+        "256",
+        "--intermediate",
+        "128",
+        "--experts",
+        "4",
+        "--top-k",
+        "2",
+        "--tokens",
+        "5",
+        "--device",
+        "cpu",
+    ]
+    options = script.arguments(given)
+    path = script.write_checkpoint(tmp_path / "made", script.FORMATS[name], options, "cpu")
+    weights = megamoe.load(path, 0)
+    assert weights.experts.w13.format is script.FORMATS[name]
+    assert weights.shared is not None
+    result = script.in_fresh_process(path, tmp_path / "caches", given, 200.0)
+    assert result["right"]
+    assert result["recipe"]
+    assert result["repeat_equal"]
+    assert {f"{step}_s" for step in script.STEPS} <= set(result)
+    assert "first answer after" in script.told(result)
+
+
+def test_a_process_that_never_answers_is_ended_and_said(tmp_path: Path) -> None:
+    script = first_answer()
+    result = script.in_fresh_process(tmp_path / "nothing", tmp_path / "caches", [], 0.01)
+    assert result["failed"].startswith("no end within")
+    assert "FAILED" in script.told(result)
+
+
+def test_without_a_gpu_no_first_answer_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["first_answer.py"])
+    assert first_answer().main() == 1
+    assert "nothing was timed" in capsys.readouterr().out
