@@ -401,11 +401,10 @@ def measure(
             grouped = replace(shape, fmt="bf16")
             others.append(lambda: contender("torch_grouped", TorchGrouped, grouped)[0])
         for make in others:
-            other = _made(make, notes, world_size)
-            if other is None:
+            made = _tried(make, mixed, notes, world_size)
+            if made is None:
                 continue
-            phase(f"{other.name}: judge")
-            report = other.judge(mixed)
+            other, report = made
             verdicts[other.name] = verdict(report)
             if state.all(report.right):
                 field_.append(other)
@@ -460,16 +459,22 @@ def _by_hand(
     return Contender("by hand", hand, ours.measure, ours.capturable, kernel.sheet.id_dtype)
 
 
-def _made(make: Callable[[], Contender], notes: list[str], world: int) -> Contender | None:
-    """A contender that may be missing; on several ranks only a refusal may, since all share it."""
+def _tried(
+    make: Callable[[], Contender], mixed: Tokens, notes: list[str], world: int
+) -> tuple[Contender, oracle.Report] | None:
+    """A contender and its verdict; one that fails is left out, with a note.
+
+    On several ranks only a refusal may fail, since all ranks share it: else one would wait.
+    """
     try:
-        return make()
+        made = make()
+        return made, made.judge(mixed)
     except Unsupported as error:
         notes.append(str(error))
     except Exception as error:
         if world > 1:
             raise
-        notes.append(f"{type(error).__name__}: {error}")
+        notes.append(f"a contender failed: {type(error).__name__}: {error}")
     return None
 
 

@@ -114,6 +114,16 @@ def test_a_wrong_contender_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("torch_grouped is wrong" in note for note in record["notes"])
 
 
+def test_a_contender_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TorchGrouped, batch: Batch, out: torch.Tensor) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(TorchGrouped, "run", broken)
+    record = measured("reference", Fake(1.0))
+    assert list(record["times"]) == ["forward"]
+    assert "a contender failed: ValueError: planted" in record["notes"]
+
+
 def test_the_baseline_is_not_timed_against_itself() -> None:
     record = measured("torch_grouped", Fake(1.0))
     assert list(record["times"]) == ["forward"]
