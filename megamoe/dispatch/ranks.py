@@ -36,6 +36,7 @@ class Ranks:
         self._watchdog = watchdog
         self._counts: Counter[str] = Counter()
         self._gathers = 0
+        self._unsettled = False  # this rank's last call was refused before its launch
         self._step = Step(layer=0, phase="start", number=0)
         if watchdog is not None:
             watchdog.layers += 1
@@ -95,14 +96,16 @@ class Ranks:
 
         An error inside is told to the other ranks, whose own step then raises RankFailure naming
         this rank and it; a transport's error becomes a RankFailure that names the rank behind it.
-        From ``step.launch()`` on, an error leaves the group dead: a collective is half done.
+        From ``step.launch()`` on, an error leaves the group dead: a collective is half done. After
+        an error before it, the next step first asks whether all ranks had it: a rank alone with it
+        must not enter, one call late, a collective that the others are about to give up.
         """
         if self._watchdog is None:
             return _UNWATCHED
         self._counts[phase] += 1
         self._gathers = 0
         self._step = Step(layer=self._layer, phase=phase, number=self._counts[phase])
-        return _Watched(self._watchdog, self._step)
+        return _Watched(self, self._watchdog, self._step)
 
     def gather(self, what: str, value: str) -> list[str]:
         """Every rank's value, in rank order; inside a step.
@@ -224,13 +227,21 @@ _UNWATCHED = _Unwatched()
 class _Watched:
     """One step. Entering and leaving it costs a few attribute changes."""
 
-    __slots__ = ("launched", "step", "watchdog")
+    __slots__ = ("launched", "ranks", "step", "watchdog")
 
-    def __init__(self, watchdog: Watchdog, step: Step) -> None:
-        self.watchdog, self.step, self.launched = watchdog, step, False
+    def __init__(self, ranks: Ranks, watchdog: Watchdog, step: Step) -> None:
+        self.ranks, self.watchdog, self.step, self.launched = ranks, watchdog, step, False
 
     def __enter__(self) -> _Watched:
         self.watchdog.enter(self.step)
+        if self.ranks._unsettled:
+            try:
+                self.ranks.gather("settle", "")
+            except BaseException as error:
+                self.launched = True  # by the others, and this rank missed it
+                self.__exit__(type(error), error, None)
+                raise
+            self.ranks._unsettled = False
         return self
 
     def launch(self, stream: Any = None) -> None:
@@ -258,6 +269,8 @@ class _Watched:
             watchdog.told.set()
         if self.launched:
             watchdog.fail(text)
+        else:
+            self.ranks._unsettled = True
         _try_set(watchdog, f"error/{step.key}", text)
         if failure is not None and failure is not error:
             raise failure from error

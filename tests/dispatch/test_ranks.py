@@ -135,14 +135,33 @@ def test_an_error_before_a_launch_reaches_the_others_at_once() -> None:
 def test_an_error_that_every_rank_raises_leaves_the_group_whole() -> None:
     def work(ranks: Ranks, rank: int) -> str:
         prepare(ranks)
-        with pytest.raises(BadInput), ranks.step("forward"):
-            raise BadInput("the same everywhere")
-        with ranks.step("forward") as call:
-            call.launch()
-            ranks.gather("still here", "")
+        for _ in range(2):
+            with pytest.raises(BadInput), ranks.step("forward"):
+                raise BadInput("the same everywhere")
+            with ranks.step("forward") as call:
+                call.launch()
+                ranks.gather("still here", "")
         return "fine"
 
     assert Group(2).run(work) == ["fine"] * 2
+
+
+def test_a_rank_alone_with_its_error_does_not_enter_the_call_of_the_others() -> None:
+    """Without a word it would serve, one call late, the collective that they wait in."""
+    group = Group(2)
+
+    def work(ranks: Ranks, rank: int) -> None:
+        prepare(ranks)
+        if rank == 0:
+            launch(ranks)
+        with pytest.raises(BadInput), ranks.step("forward"):
+            raise BadInput("mine alone")
+        with ranks.step("forward"):
+            pytest.fail("entered")
+
+    wanted = "rank 1 raised BadInput: mine alone in forward #1 of layer 1"
+    for text in failures(group.run(work), range(2)):
+        assert text.startswith(wanted)
 
 
 class Never:

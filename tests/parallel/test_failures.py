@@ -43,7 +43,7 @@ def others_name_it(values: dict[int, tuple[str, str, float]], *words: str) -> No
 
 def test_a_rank_that_raises_in_prepare(pool: Pool) -> None:  # K48
     found, values = outcome(pool, "bad argument in prepare")
-    assert found.status == "done"
+    assert found.status == "done", f"{found}\n{found.log}"
     assert values[WHO][:2] == (
         "BadInput", "max_tokens_per_rank 0 is below 1; pass a positive count"
     )  # fmt: skip
@@ -53,7 +53,7 @@ def test_a_rank_that_raises_in_prepare(pool: Pool) -> None:  # K48
 
 def test_a_fingerprint_that_differs_raises_on_every_rank(pool: Pool) -> None:  # K43, K44
     found, values = outcome(pool, "other capacity in prepare")
-    assert found.status == "done"
+    assert found.status == "done", f"{found}\n{found.log}"
     texts = {text for _, text, _ in values.values()}
     assert texts == {
         "the ranks disagree on max_tokens_per_rank (8 on rank 0, 2, 3, 9 on rank 1): "
@@ -65,7 +65,7 @@ def test_a_fingerprint_that_differs_raises_on_every_rank(pool: Pool) -> None:  #
 
 def test_a_rank_that_raises_before_its_launch(pool: Pool) -> None:
     found, values = outcome(pool, "bad tokens in forward")
-    assert found.status == "done"
+    assert found.status == "done", f"{found}\n{found.log}"
     # `fail` has seen that its next call raises RankFailure: the others have given up.
     assert values[WHO][0] == "BadInput"
     others_name_it(values, "raised BadInput: x of shape [1, 31]", "in forward #2 of layer 1")
@@ -74,7 +74,7 @@ def test_a_rank_that_raises_before_its_launch(pool: Pool) -> None:
 
 def test_a_rank_that_never_comes_to_prepare(pool: Pool) -> None:
     found, values = outcome(pool, "stays away before prepare", idle=2 * TIMEOUT)
-    assert found.status == "done"
+    assert found.status == "done", f"{found}\n{found.log}"
     others_name_it(values, "prepare #1 of layer 1 waited 3 s in vain", "never seen")
     # When it comes at last it learns that the others have given up.
     kind, text, _ = values[WHO]
@@ -84,7 +84,7 @@ def test_a_rank_that_never_comes_to_prepare(pool: Pool) -> None:
 
 def test_a_rank_that_never_comes_to_a_call(pool: Pool) -> None:
     found, values = outcome(pool, "stays away in forward", idle=2 * TIMEOUT)
-    assert found.status == "done"
+    assert found.status == "done", f"{found}\n{found.log}"
     others_name_it(values, "waited 3 s in vain", "last in after forward #1 of layer 1")
     assert values[WHO][0] == "RankFailure"
 
