@@ -1,4 +1,9 @@
-"""Real checkpoints into :class:`megamoe.problem.MoEWeights`: right, or refused by name."""
+"""Real checkpoints into :class:`megamoe.problem.MoEWeights`: right, or refused by name.
+
+``families`` and ``storage`` are the tables of names, facts and formats. ``files`` and ``config``
+are the doors; ``layer``, ``detect``, ``fused``, ``experts``, ``shared`` and ``router`` find a
+layer's parts from headers; ``stack`` reads them into place, with ``scales`` checked on the way.
+"""
 
 from megamoe.checkpoint.cast import mxfp4_to_nvfp4
 from megamoe.checkpoint.demo import write_demo

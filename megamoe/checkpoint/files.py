@@ -178,7 +178,10 @@ def _read_into(stream: FileIO, held: Tensor, offset: int, entry: Entry) -> None:
 def _where(files: Files) -> dict[str, Path]:
     root = files.root
     if not root.is_dir():
-        raise refuse(root, "the checkpoint", "no directory", "a directory", "check the path")
+        raise refuse(
+            root, "the checkpoint", "no directory", "a directory",
+            "pass a local directory; download the repository first",
+        )  # fmt: skip
     shards = sorted(root.glob("*.safetensors"))
     index = root / INDEX
     if not index.is_file():

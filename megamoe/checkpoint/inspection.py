@@ -203,7 +203,7 @@ def _render(record: CheckpointRecord) -> list[str]:
         f"{len(moe)} MoE layers of {len(record.layers)}, experts {_size(total)}",
     ]
     # Layers alike in all but their name are told together.
-    for _, same in groupby(record.layers, key=lambda r: (r.moe, r.verdicts, _reason(r))):
+    for _, same in groupby(record.layers, key=_told_apart):
         group = list(same)
         first, last = group[0].name, group[-1].name
         title = f"layer {first}" if first == last else f"layers {first} to {last}"
@@ -211,9 +211,10 @@ def _render(record: CheckpointRecord) -> list[str]:
     return lines
 
 
-def _reason(layer: LayerRecord) -> str | None:
-    """Refusals of neighbouring layers differ in a name, so each is told on its own."""
-    return None if layer.refusal is None else layer.name
+def _told_apart(layer: LayerRecord) -> tuple[object, ...]:
+    """Each refusal has its own names, and a prediction stage is not one of the layers."""
+    refused = None if layer.refusal is None else layer.name
+    return layer.moe, layer.verdicts, layer.name.startswith("mtp."), refused
 
 
 def _kind(layer: LayerRecord) -> str:

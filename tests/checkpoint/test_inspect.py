@@ -7,7 +7,7 @@ from pathlib import Path
 import published
 import pytest
 
-from megamoe.checkpoint import inspect, load
+from megamoe.checkpoint import inspect, load, write_demo
 from megamoe.checkpoint.files import Files
 from megamoe.problem import Request
 
@@ -66,10 +66,14 @@ def test_lines(tmp_path: Path) -> None:
 
 
 def test_like_layers_are_told_together(tmp_path: Path) -> None:
-    from megamoe.checkpoint import write_demo
-
     lines = str(inspect(write_demo(tmp_path, layers=5))).splitlines()
     assert "layers 0 to 4: 8 experts, top 2, hidden_size 256, intermediate_size 128" in lines
+
+
+def test_a_prediction_stage_is_told_apart(tmp_path: Path) -> None:
+    text = str(inspect(published.deepseek_v3().write(tmp_path)))
+    titles = [line.split(":")[0] for line in text.splitlines() if line.startswith("layer")]
+    assert titles == ["layer 0", "layer 1", "layer mtp.0"]
 
 
 @pytest.mark.parametrize("build", published.BUILDERS, ids=lambda build: build.__name__)

@@ -171,6 +171,19 @@ def test_the_layer_holds_what_the_module_holds(name: str, tmp_path: Path) -> Non
             assert same(weights.shared.weights.w2.data[0], shared.down_proj.weight)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_the_layout_in_memory_loads_too(name: str, tmp_path: Path) -> None:
+    """Experts stacked as [E, 2 I, H], gate rows first, in one tensor per leg."""
+    model = model_of(name, MODELS[name])
+    model.save_pretrained(tmp_path, save_original_format=False)
+    for layer, block in blocks_of(model).items():
+        for rank in range(2):
+            weights = load(tmp_path, layer, rank=rank, world_size=2).experts
+            part = slice(4 * rank, 4 * rank + 4)
+            assert same(weights.w13.data, block.experts.gate_up_proj.data[part])
+            assert same(weights.w2.data, block.experts.down_proj.data[part])
+
+
 def test_kimi_k25_as_transformers_names_it_is_refused(tmp_path: Path) -> None:
     """transformers 5.24 saves its layers as "blocks", which no published file does."""
     model = model_of("kimi_k25", {"text_config": DEEPSEEK, "vision_config": VISION})
