@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from random import Random
 
 import numpy as np
 import pytest
@@ -129,6 +130,25 @@ def all_cancels(seed: int) -> tuple[Tensor, Tensor]:
     return torch.cat([a, a], dim=1), torch.cat([b, -b], dim=1)
 
 
+def cancelling_in_layers(seed: int) -> tuple[Tensor, Tensor]:
+    """Groups that cancel exactly, each far below the last, down to a crumb or to nothing."""
+    random = Random(seed)
+    rows = []
+    for _ in range(24):
+        exponent, row = random.randint(0, 60), []
+        for _ in range(random.randint(1, 5)):
+            size = 1 << random.choice((3, 20, 40, 50))
+            group = [random.randrange(-size, size) for _ in range(random.randint(1, 3))]
+            row += [math.ldexp(v, exponent) for v in (*group, -sum(group))]
+            exponent -= random.choice((1, 10, 25, 40, 50, 53, 54, 60, 100))
+        crumbs = [random.choice((1, -1)) * 2.0 ** (exponent - random.choice((0, 1, 53, 60)))]
+        row += crumbs * random.randint(0, 2)
+        random.shuffle(row)
+        rows.append(row)
+    a = rows_of(*rows)
+    return a, torch.stack([torch.ones(a.shape[1], dtype=F64), torch.full((a.shape[1],), -3.0)])
+
+
 def ties(seed: int) -> tuple[Tensor, Tensor]:
     """Exact halves of float32's last place, and the same plus and minus next to nothing."""
     g = torch.Generator().manual_seed(seed)
@@ -159,8 +179,8 @@ def design(seed: int) -> tuple[Tensor, Tensor]:
 
 
 INPUTS = [
-    normal, denormal, fp32_denormal_operands, wide_range, widest_range, cancelling, all_cancels,
-    ties, threshold, design,
+    normal, denormal, fp32_denormal_operands, wide_range, widest_range, cancelling,
+    cancelling_in_layers, all_cancels, ties, threshold, design,
 ]  # fmt: skip
 
 
