@@ -101,9 +101,6 @@ def mx_coded(x: Tensor) -> tuple[Tensor, Tensor]:
     if coding.serves(x):
         data, powers = coding.code(x, MXFP8)
         return data, powers.view(torch.float8_e8m0fnu)
-    if coding.serves(x):
-        codes, bytes_ = coding.code(x, MXFP8)
-        return codes, bytes_.view(torch.float8_e8m0fnu)
     blocks = x.to(torch.float32).unflatten(1, (-1, 32))
     amax = blocks.abs().amax(dim=-1)
     bits = (amax / torch.full_like(amax, E4M3.max)).view(torch.int32)
