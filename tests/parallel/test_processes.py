@@ -21,7 +21,7 @@ from megamoe.problem import Placement, Recipe, family_recipe
 from megamoe.suite.pool import Pool
 
 # One pool serves all examples: its ranks keep nothing of a problem.
-SHARED_POOL = profile(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED_POOL = profile(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def compare(pool: Pool, problem: Problem, recipe: Recipe, **how: Any) -> None:
