@@ -8,7 +8,6 @@ Shapes: K slots of the token, H hidden_size, I intermediate_size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from megamoe.reference.moe import Emulated
 from megamoe.reference.report import Finding
 from megamoe.reference.suspect import Suspect
 
-EXAMINED = 4  # wrong tokens looked at, the worst first
+EXAMINED = 3  # wrong tokens looked at, the worst first
 SEARCHED = 1 << 26  # bytes of weights up to which every expert is tried in a slot
 RECIPE_TOKENS = 64  # tokens on which other recipes are tried
 SLACK = 1.5  # a fault with fewer fitted numbers is preferred up to this factor in residual
@@ -143,6 +142,8 @@ def _fitted(s: Suspect) -> Iterator[Hypothesis]:
     given = s.y - s.shared
     if not bool(given.isfinite().all()):
         return
+    factor = _projection(s.y, s.exact)
+    yield Hypothesis("multiplied by ", s.exact * factor, fitted=1, detail=f"{factor:.3g}")
     factor = _projection(given, s.routed)
     fitted = s.routed * factor + s.shared
     yield Hypothesis("routed part multiplied by ", fitted, fitted=1, detail=f"{factor:.3g}")
@@ -170,10 +171,6 @@ def _fitted(s: Suspect) -> Iterator[Hypothesis]:
     )  # fmt: skip
 
 
-def _instead(expert: int, given: int) -> int:
-    return expert if given >= 0 else given
-
-
 def _projection(given: Tensor, direction: Tensor) -> float:
     square = float(direction @ direction)
     return float(given @ direction) / square if square else 1.0
@@ -199,7 +196,7 @@ def _other_experts(s: Suspect) -> Iterator[Hypothesis]:
     missing = s.y - s.exact
     held = {expert for rank in ranks for expert in rank.placement.slots[rank.rank]}
     for expert in sorted(held - {-1}):
-        term = s.through(functools.partial(_instead, expert))
+        term = s.by(expert)
         for k in range(len(s.ids)):
             change = term[k] - s.terms[k]
             found.append((float((missing - change).norm()), expert, k, s.exact + change))

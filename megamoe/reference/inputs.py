@@ -50,16 +50,12 @@ def saturated(inputs: Inputs) -> Inputs:
 
     At least a tenth of gates lie above the limit, a tenth below its negative, and a tenth of ups
     beyond either side (the limit is 10 where the layer has none). Raises BadInput where no scale
-    does that, say because biases or sparse rows hold the values back.
+    does that.
     """
-    h = _fc1(inputs.rows(slice(0, MEASURED)))
-    limit = inputs.layer.activation.limit or DEFAULT_LIMIT
     for exponent in range(32):
-        gate, up = (h * 2.0**exponent).chunk(2, dim=-1)
-        beyond = (gate > limit, gate < -limit, up > limit, up < -limit)
-        # With a margin, because a bias is scaled here and is not in the layer.
-        if all(float(part.to(F64).mean()) >= 1.25 * SATURATED for part in beyond):
-            return replace(inputs, x=inputs.x * 2.0**exponent)
+        scaled = replace(inputs, x=inputs.x * 2.0**exponent)
+        if min(saturation(scaled)) >= SATURATED:
+            return scaled
     raise bad_input(
         "inputs", f"of {inputs.tokens} tokens", "cannot be saturated by scaling x",
         "use more tokens, or weights that are less sparse",
@@ -71,7 +67,7 @@ def saturation(inputs: Inputs) -> tuple[float, float, float, float]:
     limit = inputs.layer.activation.limit or DEFAULT_LIMIT
     gate, up = _fc1(inputs.rows(slice(0, MEASURED))).chunk(2, dim=-1)
     beyond = (gate > limit, gate < -limit, up > limit, up < -limit)
-    a, b, c, d = (float(part.to(F64).mean()) for part in beyond)
+    a, b, c, d = (int(part.sum()) / max(1, part.numel()) for part in beyond)
     return a, b, c, d
 
 
@@ -186,7 +182,10 @@ def poisoned(request: Request, recipe: Recipe, seed: int = 0, device: Device = "
 
 
 def _spoiled(rank: MoEWeights, unused: int) -> MoEWeights:
-    """All bits set in the bytes of one expert, and of slots that hold none."""
+    """All bits set in one expert's codes and biases, and in those of slots that hold none.
+
+    Scales stay: a kernel may refuse a scale that is no number when it packs the weights.
+    """
     slots = rank.placement.slots[rank.rank]
     bad = [slot for slot, number in enumerate(slots) if number in (unused, -1)]
 
@@ -201,7 +200,7 @@ def _spoiled(rank: MoEWeights, unused: int) -> MoEWeights:
     def matrix(q: Quantised) -> Quantised:
         data = spoil(q.data)
         assert data is not None
-        return replace(q, data=data, scale=spoil(q.scale), global_scale=spoil(q.global_scale))
+        return replace(q, data=data)
 
     experts = rank.experts
     return replace(

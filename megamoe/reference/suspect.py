@@ -75,6 +75,14 @@ class Suspect:
         one = self.batch.rows(slice(self.token, self.token + 1))
         return contributions(_alone(one, [change(expert) for expert in self.ids]))[0][0]
 
+    def by(self, expert: int) -> Tensor:
+        """What slots would add if all named this expert, which some rank holds: [K, H]."""
+        one = self.batch.rows(slice(self.token, self.token + 1))
+        single = _alone(one, [expert])
+        ids = [[0 if given >= 0 else -1 for given in self.ids]]
+        topk = replace(one.topk, ids=torch.tensor(ids, device=one.x.device))
+        return contributions(replace(single, topk=topk))[0][0]
+
     def weighted(self, w: Tensor) -> Tensor:
         """What slots would add with other routing weights [K], scaling included: [K, H]."""
         topk = replace(self.alone.topk, weights=w[None].to(torch.float32), scaled=True)
@@ -111,5 +119,6 @@ def _alone(one: Inputs, ids: Sequence[int]) -> Inputs:
         shared=None,
     )
     named = [j if expert >= 0 else -1 for j, expert in enumerate(ids)]
-    topk = replace(one.topk, ids=torch.tensor([named], device=one.x.device))
+    weights = one.topk.weights[:, : len(ids)]
+    topk = replace(one.topk, ids=torch.tensor([named], device=one.x.device), weights=weights)
     return Inputs(one.x, topk, layer, one.rank)
