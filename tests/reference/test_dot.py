@@ -149,6 +149,12 @@ def cancelling_in_layers(seed: int) -> tuple[Tensor, Tensor]:
     return a, torch.stack([torch.ones(a.shape[1], dtype=F64), torch.full((a.shape[1],), -3.0)])
 
 
+def product_errors(seed: int) -> tuple[Tensor, Tensor]:
+    """What float64 loses of one product is the whole answer."""
+    x, y = wide(seed, 40, spread=40), wide(seed + 1, 1, spread=40)
+    return torch.stack([x, -(x * y)], dim=1), torch.stack([y, torch.ones(1, dtype=F64)], dim=1)
+
+
 def ties(seed: int) -> tuple[Tensor, Tensor]:
     """Exact halves of float32's last place, and the same plus and minus next to nothing."""
     g = torch.Generator().manual_seed(seed)
@@ -180,7 +186,8 @@ def design(seed: int) -> tuple[Tensor, Tensor]:
 
 INPUTS = [
     normal, denormal, fp32_denormal_operands, wide_range, widest_range, cancelling,
-    cancelling_in_layers, all_cancels, ties, threshold, design,
+    cancelling_in_layers, all_cancels, product_errors,
+    ties, threshold, design,
 ]  # fmt: skip
 
 
@@ -385,6 +392,17 @@ def test_a_known_range_changes_no_bits(fmt: Format, spread: int) -> None:
         check(lambda a, b, out=product.out: out, a, product.b[0])
     assert proven > 0
     assert (proven < 20 * 3 * 5) == (spread == 60)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 8, 255, 256, 257])
+def test_exactness_counts_the_terms(k: int) -> None:
+    """k products below 2**(bits + 1) on a grid of 1 must add up to no more than 2**53."""
+    said = []
+    for bits in range(30, 56):
+        known = torch.tensor([0]), torch.tensor([bits])
+        said.append(bool(module._plain_sum_is_exact(torch.ones(1, k, dtype=F64), known)))
+        assert not said[-1] or k * 2 ** (bits + 1) <= 2**53
+    assert any(said)
 
 
 def test_ranges_enclose_every_value() -> None:

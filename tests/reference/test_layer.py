@@ -432,15 +432,14 @@ def test_scaling_under_exact() -> None:
 
 
 def test_replicas_are_computed_once() -> None:
+    """The first of them: the others are never read."""
     case = Case(experts=3)
     single = case.layer()
-    order = [0, 1, 2, 1, 0]
-    take = torch.tensor(order)
-    experts = ExpertWeights(w13=single.experts.w13[take], w2=single.experts.w2[take])
-    slots = ((0, 1, 2, 1, 0),)
-    doubled = dataclasses.replace(
-        single, experts=experts, placement=Placement(num_experts=3, slots=slots)
-    )
+    order = torch.tensor([0, 1, 2, 1, 0])
+    experts = ExpertWeights(w13=single.experts.w13[order], w2=single.experts.w2[order])
+    experts.w13.data[3:] = math.nan
+    placement = Placement(num_experts=3, slots=(tuple(order.tolist()),))
+    doubled = dataclasses.replace(single, experts=experts, placement=placement)
     for arithmetic in (EXACT, Emulated(BF16_COMBINE)):
         y = moe.layer(case.x(), case.topk(), doubled, arithmetic)
         assert torch.equal(y, moe.layer(case.x(), case.topk(), single, arithmetic))
