@@ -60,6 +60,9 @@ FORMATS = (
     _variant(FP8_1X128, "fp8_1x128_amax_floor", amax_floor=1e-10, zero_scale=None),
     _variant(FP8_ROW, "fp8_row_reciprocal", quotient="reciprocal", zero_scale=None),
     _variant(FP8_1X64, "fp8_1x64_scale_floor", scale_floor=1e-30, apply="reciprocal"),
+    # No BF16 number reaches E8M0's top, or a scale that underflows, with 448.
+    _variant(MXFP8, "mxfp8_low_top", top=0.5),
+    _variant(FP8_ROW, "fp8_row_high_top", top=2.0**20),
 )
 """What the adapters take, what kernels' own epilogues do, and each constant of a rule once."""
 
@@ -89,12 +92,13 @@ def cases() -> Iterator[tuple[str, Tensor]]:
         "magnitudes from the least to the greatest",
         (bell(5, len(exponents), 256).double() * 2.0**exponents).bfloat16(),
     )
-    sparse = torch.zeros(6, 256, dtype=torch.bfloat16)
+    sparse = torch.zeros(8, 256, dtype=torch.bfloat16)
     sparse[1] = -0.0
-    sparse[2, 7] = 2.0**-133  # the least BF16: its scale underflows
+    sparse[2, 7] = 2.0**-133  # the least BF16
     sparse[3, 130] = -(2.0**-126)
     sparse[4, 255] = 1.0
     sparse[5, 0] = 3.3895313892515355e38
+    sparse[6, 64::32], sparse[7, ::32] = 448 * 2.0**-127, 449 * 2.0**-127  # E8M0's least power
     yield "zeros and lone values", sparse
     outliers = bell(7, 4, 512).bfloat16()
     outliers[:, 5::97] *= 2.0**20
@@ -197,6 +201,7 @@ def test_the_compiler_keeps_every_rounding(tmp_path: Path) -> None:
         title, code = part.split("\n", 1)
         used = set(re.findall(r"^\s*(?:@\S+\s+)?([a-z][\w.]*\.\w+)", code, re.MULTILINE))
         assert "cvt.rn.satfinite.e4m3x2.f32" in used, title
+        assert {"min.NaN.f32", "max.NaN.f32"} <= used, title  # the interpreter's keep NaN anyway
         assert "ld.global.v4.b32" in used, title
         divisions = {name for name in used if name.startswith(("div.", "rcp."))}
         assert divisions <= {"div.rn.f32", "rcp.rn.f32"}, title
