@@ -16,7 +16,7 @@ from rich.console import Console
 import megamoe
 from megamoe import oracle
 from megamoe.api import decide, read_settings
-from megamoe.checkpoint import write_demo
+from megamoe.checkpoint import inspect, write_demo
 from megamoe.dispatch import doctor
 from megamoe.dispatch.explain import describe, explain, support_table
 from megamoe.dispatch.machine import MACHINES, probe
@@ -100,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("--tokens", type=int, default=512, help="max_tokens_per_rank")
     why.add_argument("--table", action="store_true", help="print the support table and stop")
     why.set_defaults(run=_explain)
+
+    look = commands.add_parser("inspect", help="what a checkpoint holds, layer by layer")
+    look.add_argument("path", type=Path, help="a checkpoint directory")
+    look.add_argument("--world-size", type=int, default=1, metavar="N")
+    look.add_argument("--tokens", type=int, default=512, help="max_tokens_per_rank")
+    look.set_defaults(run=_inspect)
     return parser
 
 
@@ -126,7 +132,10 @@ def _run_layer(args: argparse.Namespace, path: Path) -> int:
     say(f"2. layer {args.layer} loaded ({weights.family}, {weights.nbytes:,} bytes):")
     say(f"   {describe(request)}")
     x = oracle.normal_tokens(args.tokens, weights.hidden_size, device=weights.device)
-    topk = megamoe.route(exact_logits(x, weights.router), weights.router)
+    tokens = None  # a hash-routed layer chooses by token: any will do
+    if weights.router.table is not None:
+        tokens = torch.arange(args.tokens, device=x.device) % len(weights.router.table)
+    topk = megamoe.route(exact_logits(x, weights.router), weights.router, input_ids=tokens)
     say("3. the decision")
     decision = decide(request, weights.device, "auto", read_settings())
     say("   " + str(decision).replace("\n", "\n   "))
@@ -238,6 +247,23 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _inspect(args: argparse.Namespace) -> int:
+    record = inspect(
+        args.path, judge=_takers, world_size=args.world_size, max_tokens_per_rank=args.tokens
+    )
+    say(str(record))
+    return 0
+
+
+def _takers(request: Request) -> list[str]:
+    """The decision on machines that one may not own."""
+    return [
+        line
+        for name in ("h200", "sm120")
+        for line in explain(request, MACHINES[name]).split("\n")[1:]
+    ]
+
+
 def _machine(args: argparse.Namespace) -> Machine:
     if args.machine != "here":
         return MACHINES[args.machine]
@@ -246,9 +272,12 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 def _request(args: argparse.Namespace) -> Request:
     if args.checkpoint is not None:
-        weights = megamoe.load(args.checkpoint, args.layer, world_size=args.world_size)
-        top_k = 1 if weights.router is None else weights.router.top_k
-        return Request.of(weights, top_k=top_k, max_tokens_per_rank=args.tokens)
+        found = {layer.name: layer for layer in inspect(args.checkpoint).layers}
+        layer = found.get(str(args.layer))
+        if layer is None or layer.moe is None:
+            why = "is not there" if layer is None else layer.refusal or "is dense"
+            raise bad_input("layer", args.layer, why, "name an MoE layer")
+        return layer.moe.request(world_size=args.world_size, max_tokens_per_rank=args.tokens)
     if args.model is None:
         raise bad_input("model", "None", "is not given", f"name one of {', '.join(MODELS)}")
     chosen = model(args.model)

@@ -19,8 +19,8 @@ def explain(request: Request, machine: Machine, kernels: Sequence[type[Kernel]] 
             lines.append(f"  no   {kernel.sheet.name}")
             lines += [f"         {reason}" for reason in reasons]
             continue
-        word = "also" if chosen else "YES "
-        lines.append(f"  {word} {kernel.sheet.name}: recipe {kernel.recipe(request)}")
+        word = "also" if chosen else "YES"
+        lines.append(f"  {word:<4} {kernel.sheet.name}: recipe {kernel.recipe(request)}")
         lines += [f"         note: {note}" for note in kernel.sheet.notes]
         if not kernel.sheet.hardware:
             lines.append("         note: not run on hardware")

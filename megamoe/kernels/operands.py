@@ -234,10 +234,19 @@ def matrix_fp8(
 
 def exact_bf16(experts: ExpertWeights) -> CanonicalExperts:
     """The experts in BF16, every value kept; Unsupported naming the first expert that rounds."""
-    return CanonicalExperts(w13=_exact("w13", experts.w13), w2=_exact("w2", experts.w2))
+    return CanonicalExperts(
+        w13=_bf16("w13", experts.w13, exact=True), w2=_bf16("w2", experts.w2, exact=True)
+    )
 
 
-def _exact(name: str, q: Quantised) -> Tensor:
+def rounded_bf16(experts: ExpertWeights) -> CanonicalExperts:
+    """The experts in BF16, each value rounded once where it is no BF16 number."""
+    return CanonicalExperts(
+        w13=_bf16("w13", experts.w13, exact=False), w2=_bf16("w2", experts.w2, exact=False)
+    )
+
+
+def _bf16(name: str, q: Quantised, *, exact: bool) -> Tensor:
     if q.data.dtype == torch.bfloat16:
         return q.data
     count, rows, columns = q.shape
@@ -247,10 +256,11 @@ def _exact(name: str, q: Quantised) -> Tensor:
         lost = 0
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            exact = dequantise(q[expert : expert + 1], rows=part)[0]
             narrow = dequantise(q[expert : expert + 1], to=BF16, rows=part)[0]
-            same = (narrow.to(torch.float64) == exact) | exact.isnan()
-            lost += int((~same).sum())
+            if exact:
+                values = dequantise(q[expert : expert + 1], rows=part)[0]
+                same = (narrow.to(torch.float64) == values) | values.isnan()
+                lost += int((~same).sum())
             out[expert, part] = narrow
         if lost:
             raise Unsupported(

@@ -19,20 +19,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megamoe.formats import (
-    BF16,
-    FP8_BLOCK32_E8M0,
-    FP8_BLOCK128_E8M0,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    PLAIN_BF16,
-)
+from megamoe.formats import BF16, CATALOGUE, PLAIN_BF16, plain
 from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, check_ranks
 from megamoe.kernels.exchange import Exchange
 from megamoe.kernels.flashinfer import synchronise, warmup_batch
-from megamoe.kernels.operands import exact_bf16
-from megamoe.problem import Activation, Machine, MoEWeights, Recipe, Request
+from megamoe.kernels.operands import rounded_bf16
+from megamoe.problem import (
+    Activation,
+    ExpertWeights,
+    Machine,
+    MoEWeights,
+    Recipe,
+    Request,
+)
 
 # A product's K must be a multiple of 16 bytes; a bias takes three of these columns.
 BIAS_COLUMNS = 8
@@ -54,7 +53,7 @@ class TorchGrouped(Kernel):
             weight_at="combine",
             combine="slots",
         ),
-        formats=(PLAIN_BF16, MXFP4, NVFP4, MXFP8, FP8_BLOCK128_E8M0, FP8_BLOCK32_E8M0),
+        formats=(PLAIN_BF16, *(fmt for fmt in CATALOGUE if fmt is not PLAIN_BF16)),
         hidden_multiple=8,
         intermediate_multiple=8,
         clamp="any",
@@ -74,8 +73,8 @@ class TorchGrouped(Kernel):
         automatic="gpu",
         hardware=("H200 EP1",),
         notes=(
-            "other formats than bf16 are widened to BF16 where every value is a BF16 number, and "
-            "refused at prepare where one is not (an NVFP4 global scale that is no power of two)",
+            "weights of other formats are held in BF16: exactly where their scales are powers of "
+            "two, else each value rounded once",
             "a bias enters its product as three BF16 columns, which hold float32 exactly",
             "over several ranks it reads the token counts back, so no CUDA graph can hold it",
         ),
@@ -95,9 +94,14 @@ class TorchGrouped(Kernel):
         return replace(cls.sheet.recipe, name="torch_grouped, weight at input", weight_at="input")
 
     @classmethod
+    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
+        held = rounded_bf16(experts)
+        return replace(experts, w13=plain(held.w13), w2=plain(held.w2))
+
+    @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> TorchGrouped:
         check_ranks(context)
-        experts = exact_bf16(weights.experts)
+        experts = rounded_bf16(weights.experts)
         w13 = with_bias(experts.w13, weights.experts.b13)
         w2 = with_bias(experts.w2, weights.experts.b2)
         return cls(w13, w2, context, None if context.group is None else Exchange(context))

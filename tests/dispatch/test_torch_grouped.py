@@ -14,7 +14,7 @@ from strategies import Case, bell
 import megamoe
 from megamoe.dispatch.machine import CPU, H200
 from megamoe.dispatch.select import refusals, select
-from megamoe.formats import FP8_BLOCK128, FP8_BLOCK128_E8M0, MXFP4, MXFP8, NVFP4, PLAIN_BF16
+from megamoe.formats import BF16, CATALOGUE, MXFP4, MXFP8, PLAIN_BF16, Format, dequantise
 from megamoe.kernels.torch_grouped import TorchGrouped, grouped, with_bias
 from megamoe.problem import Activation, Recipe, Request
 from megamoe.reference.moe import Emulated, layer
@@ -116,11 +116,6 @@ def test_on_a_cpu_it_runs_only_where_it_is_named() -> None:
         ({}, (7, 5), "needs compute capability 8.0 or above, and NVIDIA H200 has 7.5"),
         ({"hidden_size": 36}, (9, 0), "hidden_size 36 is not a multiple of 8"),
         ({"intermediate_size": 12}, (9, 0), "intermediate_size 12 is not a multiple of 8"),
-        (
-            {"weights": FP8_BLOCK128}, (9, 0),
-            "does not take fp8_block128 weights (takes bf16, mxfp4, nvfp4, mxfp8, "
-            "fp8_block128_e8m0_scale, fp8_block32_e8m0_scale)",
-        ),
     ],
 )  # fmt: skip
 def test_objections(change: dict[str, object], capability: tuple[int, int], sentence: str) -> None:
@@ -135,19 +130,19 @@ def test_several_ranks_on_one_gpu_are_fine() -> None:
     assert refusals(TorchGrouped, two, shared) == ()
 
 
-def test_weights_that_are_no_bf16_numbers_are_refused_at_prepare() -> None:
-    for fmt in (NVFP4, FP8_BLOCK128_E8M0):
-        case = Case(hidden_size=64, intermediate_size=32, weights=fmt)
-        weights = case.layer()
-        if fmt is NVFP4:
-            with pytest.raises(megamoe.Unsupported, match="are no BF16 numbers"):
-                megamoe.prepare(weights, max_tokens_per_rank=4, top_k=2, kernel="torch_grouped")
-            continue
-        with megamoe.prepare(
-            weights, max_tokens_per_rank=4, top_k=2, kernel="torch_grouped"
-        ) as prepared:
-            y = prepared.forward(case.x(), case.topk())
-        same_bits([y], layer(case.x(), case.topk(), weights, Emulated(recipe(case))))
+@pytest.mark.parametrize("fmt", CATALOGUE, ids=str)
+def test_every_format_is_held_in_bf16_and_judged_as_it_is_held(fmt: Format) -> None:
+    case = Case(hidden_size=64, intermediate_size=32, weights=fmt)
+    weights = case.layer()
+    with megamoe.prepare(
+        weights, max_tokens_per_rank=4, top_k=2, kernel="torch_grouped"
+    ) as prepared:
+        y = prepared.forward(case.x(), case.topk())
+    computed = TorchGrouped.as_computed(weights.experts)
+    held = dataclasses.replace(weights, experts=computed)
+    same_bits([y], layer(case.x(), case.topk(), held, Emulated(recipe(case))))
+    for exact, kept in ((weights.experts.w13, computed.w13), (weights.experts.w2, computed.w2)):
+        assert torch.equal(dequantise(exact, to=BF16), kept.data)
 
 
 def test_ranks_without_a_group_are_refused() -> None:
