@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 import megamoe
-from megamoe import oracle
+from megamoe import oracle, parity
 from megamoe.api import decide, read_settings
 from megamoe.checkpoint import inspect, write_demo
-from megamoe.dispatch import doctor
+from megamoe.dispatch import doctor, upgrade
 from megamoe.dispatch.explain import describe, explain, support_table
-from megamoe.dispatch.machine import MACHINES, probe
+from megamoe.dispatch.machine import MACHINES, installed, probe
 from megamoe.dispatch.models import MODELS, model, published_format
 from megamoe.dispatch.select import KERNELS
 from megamoe.errors import MegaMoEError, Mismatch, bad_input
@@ -64,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     check = commands.add_parser("doctor", help="what this machine has and lacks, with remedies")
+    check.add_argument(
+        "--flashinfer",
+        action="store_true",
+        help="compare the installed FlashInfer with what the datasheets assume",
+    )
     check.set_defaults(run=_doctor)
 
     judge = commands.add_parser("check", help="judge this machine's kernels on real rank processes")
@@ -106,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--world-size", type=int, default=1, metavar="N")
     look.add_argument("--tokens", type=int, default=512, help="max_tokens_per_rank")
     look.set_defaults(run=_inspect)
+
+    again = commands.add_parser("replay", help="judge anew what MEGAMOE_DUMP wrote")
+    again.add_argument("file", type=Path, help="a replay bundle")
+    again.set_defaults(run=_replay)
     return parser
 
 
@@ -156,6 +165,10 @@ def _run_layer(args: argparse.Namespace, path: Path) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.flashinfer:
+        root = upgrade.installed_root()
+        say(upgrade.report(root, installed("flashinfer")))
+        return 1 if root is None or upgrade.differences(root) else 0
     say(doctor.report(probe("cuda" if torch.cuda.is_available() else "cpu")))
     return 0
 
@@ -253,6 +266,18 @@ def _inspect(args: argparse.Namespace) -> int:
     )
     say(str(record))
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    bundle = parity.read(args.file)
+    say(str(bundle))
+    report, found = bundle.replay()
+    say("the verdict here")
+    say("   " + str(report).replace("\n", "\n   "))
+    same = found == bundle.digest
+    recorded = "as recorded" if same else f"NOT the recorded {bundle.digest}"
+    say(f"reference digest {found}, {recorded}")
+    return 0 if report.right and report.recipe and same else 1
 
 
 def _takers(request: Request) -> list[str]:

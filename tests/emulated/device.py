@@ -20,7 +20,7 @@ from emulated.backends import BACKENDS, Backend, require
 from emulated.cluster import ContractBroken, Trap, here
 from emulated.compute import Post, launch, reduce
 from megamoe.dispatch.machine import H200
-from megamoe.kernels import flashinfer
+from megamoe.kernels import assumed, flashinfer
 from megamoe.problem import Machine
 
 
@@ -61,8 +61,8 @@ class Device:
 
     def modules(self) -> dict[str, Any]:
         """By name under `flashinfer`, what the door may import."""
-        records = {name: facts.record(name, fields) for name, fields in facts.API.items()}
-        configs = {name: facts.record(name, fields) for name, fields in facts.CONFIGS.items()}
+        records = {name: facts.record(name, fields) for name, fields in assumed.API.items()}
+        configs = {name: facts.record(name, fields) for name, fields in assumed.CONFIGS.items()}
 
         def layer(bootstrap: Any, fleet: Any, weights: Any, *, backend: Any) -> MegaLayer:
             return MegaLayer(self, bootstrap, fleet, weights, backend)
@@ -73,13 +73,13 @@ class Device:
                 **records,
                 **configs,
                 MoEEpLayer=layer,
-                MoEWeightPack=facts.record("MoEWeightPack", facts.PACK),
+                MoEWeightPack=facts.record("MoEWeightPack", assumed.PACK),
             ),
             f"{push}.push_style_megamoe": SimpleNamespace(
-                Sm90PushWeights=facts.record("Sm90PushWeights", facts.PUSH_FP8_WEIGHTS)
+                Sm90PushWeights=facts.record("Sm90PushWeights", assumed.PUSH_FP8_WEIGHTS)
             ),
             f"{push}.cake_bf16_megamoe": SimpleNamespace(
-                Sm90CakeBf16Weights=facts.record("Sm90CakeBf16Weights", facts.PUSH_BF16_WEIGHTS)
+                Sm90CakeBf16Weights=facts.record("Sm90CakeBf16Weights", assumed.PUSH_BF16_WEIGHTS)
             ),
             "moe_ep.backends.mega.kernel.sm90.fp8_nvfp4_bf16_pull_cutedsl.weights": SimpleNamespace(
                 TransformedMegaWeights=TransformedMegaWeights

@@ -1,0 +1,97 @@
+"""The installed FlashInfer against what our datasheets assume, by its text alone: nothing is
+imported.
+
+A field that came, went or moved its default is named; what an adapter does about it is for people.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megamoe.kernels.assumed import FP4, RECORDS, REQUIRED, SOURCES, UNUSED
+
+NAMED = {"SM90_ROUTING_PROFILE_BLOCK_PERMUTATION": "block_permutation_v1"}
+
+
+def installed_root() -> Path | None:
+    """The folder of the installed FlashInfer package, without importing it."""
+    spec = importlib.util.find_spec("flashinfer")
+    places = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(places))) if places else None
+
+
+def differences(root: Path, records: Mapping[str, Mapping[str, Any]] = RECORDS) -> list[str]:
+    """One sentence for each fact of ``records`` that FlashInfer's files under ``root`` deny."""
+    return [sentence for name in records for sentence in _compare(root, name, records[name])]
+
+
+def _compare(root: Path, name: str, ours: Mapping[str, Any]) -> list[str]:
+    try:
+        theirs = dataclass_fields(root, SOURCES[name], name)
+    except (OSError, StopIteration, SyntaxError):
+        return [f"{name}: not found in {SOURCES[name]}"]
+    found = []
+    for field in sorted((ours.keys() | theirs.keys()) - UNUSED.get(name, set())):
+        if field not in theirs:
+            found.append(f"{name}.{field}: gone")
+        elif field not in ours:
+            found.append(f"{name}.{field}: new, default {_say(theirs[field])}")
+        elif theirs[field] != ours[field]:
+            found.append(
+                f"{name}.{field}: default {_say(theirs[field])}, assumed {_say(ours[field])}"
+            )
+    return found
+
+
+def _say(value: Any) -> str:
+    return "none: it is required" if value is REQUIRED else repr(value)
+
+
+def dataclass_fields(root: Path, source: str, name: str) -> dict[str, Any]:
+    """Fields and defaults of a dataclass in that file, inherited ones too; a ClassVar takes one
+    back.
+    """
+    tree = ast.parse((root / source).read_text(encoding="utf-8"))
+    node = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    found: dict[str, Any] = {}
+    for base in node.bases:
+        found |= dataclass_fields(root, FP4, ast.unparse(base))
+    for line in node.body:
+        if not isinstance(line, ast.AnnAssign):
+            continue
+        field = ast.unparse(line.target)
+        if ast.unparse(line.annotation).startswith("ClassVar"):
+            found.pop(field, None)
+        else:
+            found[field] = _default(line.value)
+    return found
+
+
+def _default(value: ast.expr | None) -> Any:
+    if value is None:
+        return REQUIRED
+    if isinstance(value, ast.Call):  # field(default=...), or a factory, kept as its text
+        keywords = {k.arg: k.value for k in value.keywords}
+        return _default(keywords["default"]) if "default" in keywords else ast.unparse(value)
+    if isinstance(value, ast.Name):
+        return NAMED.get(value.id, value.id)
+    if isinstance(value, ast.Attribute):  # a member of an enumeration
+        return ast.unparse(value)
+    return ast.literal_eval(value)
+
+
+def report(root: Path | None, version: str | None) -> str:
+    """What `megamoe doctor --flashinfer` prints."""
+    if root is None:
+        return "FlashInfer is not installed: pip install 'megamoe[gpu]'"
+    lines = [f"FlashInfer {version or 'of unknown version'}; our datasheets assume 0.7.4"]
+    found = differences(root)
+    if not found:
+        return "\n".join([*lines, f"all {len(RECORDS)} records are as assumed"])
+    lines += [f"  {sentence}" for sentence in found]
+    lines.append("judge the kernels again (megamoe check) before relying on them")
+    return "\n".join(lines)
