@@ -192,8 +192,8 @@ class Yardstick:
         moved = 2.0**-self.recipe.mid.element.mantissa_bits
         moved /= math.sqrt(self.inputs.layer.intermediate_size)
         # Of the row's norm one such value moves this part; of its bits, this against BF16's unit.
-        flipped = min(1.0, moved * 2.0**BF16.mantissa_bits)
-        share_limit = greatest_mean(self.standards, lambda s: s.missed, flipped)
+        flipped = moved * 2.0**BF16.mantissa_bits
+        share_limit = greatest_mean(self.standards, lambda s: s.missed, flipped, ceiling=1.0)
         apart_limit = greatest_mean(self.standards, lambda s: s.apart, moved)
         if exact_grid or not bool(live.any()):
             live, share_limit = torch.ones_like(live), 0.0

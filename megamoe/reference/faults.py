@@ -127,6 +127,7 @@ def _factor(s: Suspect) -> float:
 
 
 TOKEN_FAULTS: tuple[tuple[str, Callable[[Suspect], Tensor]], ...] = (
+    ("denormal results flushed to zero", lambda s: _flushed(s.exact)),
     ("nothing was written, the row is zero", lambda s: torch.zeros_like(s.exact)),
     ("shared expert dropped", lambda s: s.routed),
     ("shared expert counted twice", lambda s: s.exact + s.shared),
@@ -135,7 +136,6 @@ TOKEN_FAULTS: tuple[tuple[str, Callable[[Suspect], Tensor]], ...] = (
     ("routed_scaling_factor not applied", lambda s: s.shared + s.routed / _factor(s)),
     ("routed_scaling_factor applied to the shared expert too", lambda s: (
         s.routed + s.shared * _factor(s))),
-    ("denormal results flushed to zero", lambda s: _flushed(s.exact)),
 )  # fmt: skip
 
 

@@ -133,15 +133,19 @@ def distance(y: Tensor, bits: Tensor, size: Tensor) -> Tensor:
 
 
 def greatest_mean(
-    standards: Sequence[Standard], gap: Callable[[Standard], Tensor], event: float
+    standards: Sequence[Standard],
+    gap: Callable[[Standard], Tensor],
+    event: float,
+    ceiling: float = math.inf,
 ) -> float:
     """The mean gap over the batch that no honest kernel exceeds, but for FALSE_ALARM.
 
     gap: [honest kernels, sampled tokens], of a class. event: the least that one value rounding the
-    other way before FC2 may do to a token's gap, where the sample shows none. Tokens are the
-    independent units: such a value moves many elements of its token and none of another. The bounds
-    are Bernstein's, for the batch, and its empirical form (Maurer and Pontil, 2009), for the
-    sample; a token's gap is taken to reach at most twice the worst that was seen.
+    other way before FC2 may do to a token's gap, where the sample shows none. ceiling: no gap is
+    greater. Tokens are the independent units: such a value moves many elements of its token and
+    none of another. The bounds are Bernstein's, for the batch, and its empirical form (Maurer and
+    Pontil, 2009), for the sample; a token's gap is taken to reach at most twice the worst that was
+    seen.
     """
     tokens = sum(len(s.members) for s in standards)
     if not tokens:
@@ -151,7 +155,7 @@ def greatest_mean(
         seen = [(len(s.members) / tokens, gap(s)[kernel]) for s in standards]
         mean = sum(part * float(g.mean()) for part, g in seen)
         variance = sum(part * float(g.var(correction=0)) for part, g in seen)
-        most = max(event, *(ALLOWANCE * float(g.max()) for _, g in seen))
+        most = min(ceiling, max(event, *(ALLOWANCE * float(g.max()) for _, g in seen)))
         drawn = min(len(g) for _, g in seen)
         of_batch = math.sqrt(2 * variance * LOG / tokens) + most * LOG / (3 * tokens)
         of_sample = math.sqrt(2 * variance * LOG / drawn) + 7 * most * LOG / (3 * (drawn - 1))

@@ -35,6 +35,25 @@ def plain_torch(inputs: Inputs) -> Tensor:
     return total.bfloat16()
 
 
+def eager_bf16(inputs: Inputs) -> Tensor:
+    """Every step a BF16 operation of torch's, slots summed in float32: HF_GROUPED's roundings."""
+    layer = inputs.layer
+    x, ids, w = inputs.x, inputs.topk.ids, inputs.topk.weights
+    limit = layer.activation.limit
+    total = torch.zeros(x.shape, device=x.device)
+    for slot in range(ids.shape[1]):
+        for expert in ids[:, slot].unique().tolist():
+            if expert < 0:
+                continue
+            rows = (ids[:, slot] == expert).nonzero()[:, 0]
+            gate, up = (x[rows] @ layer.experts.w13.data[expert].T).chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            y = (torch.nn.functional.silu(gate) * up) @ layer.experts.w2.data[expert].T
+            total[rows] += y.float() * w[rows, slot, None]
+    return total.bfloat16()
+
+
 @dataclass(frozen=True, slots=True)
 class EveryProduct(Honest):
     """Hopper's FP8 accumulator with each product cut to 14 bits before all are added."""

@@ -83,6 +83,7 @@ RIGS = {
     "fp8": Rig(_request(activation=Activation(limit=10.0), **FP8), FP8_PULL),
     "poisoned": Rig(_request(), kind="poisoned"),
     "cancelling": Rig(_request(), kind="near-cancelling"),
+    "denormal": Rig(_request(), kind="denormal"),
     "NaN row": Rig(_request(activation=Activation(limit=7.0)), nan_row=8),
     "many": Rig(_request(max_tokens_per_rank=512)),
     "many, fp8": Rig(_request(max_tokens_per_rank=256, **FP8), FP8_PULL),
@@ -344,6 +345,11 @@ def hidden_nan(bench: Yardstick) -> Tensor:
         return run(bench)
 
 
+def flushed(bench: Yardstick) -> Tensor:
+    y = bench.emulated
+    return torch.where(y.abs() < torch.finfo(torch.bfloat16).smallest_normal, 0.0, y)
+
+
 def enlarged(bench: Yardstick) -> Tensor:
     """All tokens 0.3 % too large: less than any one of them shows."""
     return (bench.emulated.float() * 1.003).to(torch.bfloat16)
@@ -444,6 +450,12 @@ MUTANTS = (
            ("cut to powers of two",)),
     Mutant("NaN leaks to a neighbour", "NaN row", leaked, ("token 9", "NaN", "leaked: 8")),
     Mutant("NaN hidden by the clamp", "NaN row", hidden_nan, ("token 8", "taken for the limit")),
+    Mutant(
+        "denormals flushed to zero",
+        "denormal",
+        flushed,
+        ("denormal results flushed to zero",),
+    ),
     Mutant("all tokens enlarged", "many", enlarged, ("off together",)),
     Mutant("stale row", "plain", stale, ("token 11", "row of token 4")),
     Mutant("weight in combine", "fc2_input", with_recipe(weight_at="combine"),

@@ -71,7 +71,7 @@ DIGESTS = {
     "saturating": "9f2d4b89b3953fb1",
     "exact-grid": "ee125b2210915e93",
     "outlier": "64346af7bce93d73",
-    "denormal": "ac4ad1236cb41f91",
+    "denormal": "66e7703502330d40",
     "near-cancelling": "5d79850804e1addd",
     "poisoned": "5ce705f7c5d69ef5",
 }

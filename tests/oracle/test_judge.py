@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
-from kernels import EveryProduct, plain_torch
+from kernels import EveryProduct, eager_bf16, plain_torch
 from mutants import FP8_PULL, bench, layered, routed, run
 
 from megamoe.errors import BadInput, Mismatch
@@ -75,6 +75,14 @@ def test_a_plain_float32_layer_passes_both_verdicts(kind: str) -> None:
         report = judge(plain_torch(inputs), inputs, BF16_COMBINE, exact_grid=kind == "exact-grid")
         assert report.right, str(report)
         assert report.recipe, str(report)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_torchs_own_bf16_operations_pass_both_verdicts(kind: str) -> None:
+    inputs = CLASSES[kind](request(0), HF_GROUPED, 7, "cpu")
+    report = judge(eager_bf16(inputs), inputs, HF_GROUPED, exact_grid=kind == "exact-grid")
+    assert report.right, str(report)
+    assert report.recipe, str(report)
 
 
 @pytest.mark.parametrize("kind", ["normal", "exact-grid", "near-cancelling"])
