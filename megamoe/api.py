@@ -17,6 +17,7 @@ from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
 from megamoe.dispatch.watchdog import TIMEOUT, OnFailure
 from megamoe.errors import BadInput, bad_input
+from megamoe.parity import Parity
 from megamoe.problem import Host, MoEWeights, Request, TopK, family_recipe
 from megamoe.reference.router import route
 
@@ -44,6 +45,9 @@ def prepare(
     waits inside a kernel, the process is aborted (on_failure "abort"), or the layer marked dead,
     after which every use raises RankFailure ("raise").
 
+    With MEGAMOE_PARITY=N every Nth forward is judged, and raises Mismatch where a verdict goes
+    against it; the layer then keeps every rank's experts as loaded, in host memory.
+
     Raises Unsupported with every kernel's objections where none fits, BadInput for bad arguments,
     RankFailure on every rank where they disagree, or where one of them raised or is gone.
     """
@@ -65,7 +69,8 @@ def prepare(
             )
             shared_by = ranks.ranks_per_gpu(weights.device)
             decision = decide(request, weights.device, kernel, asked, ranks_per_gpu=shared_by)
-            return PreparedWeights(weights, decision, ranks)
+            watch = Parity.of(weights, decision, ranks, asked)
+            return PreparedWeights(weights, decision, ranks, watch)
     except BaseException:
         ranks.close()
         raise

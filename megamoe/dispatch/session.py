@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from megamoe.errors import BadInput, MegaMoEError, bad_input
 from megamoe.kernels.base import Context, Kernel
 from megamoe.problem import MoEWeights, TopK
 
+Verdict = Callable[[Tensor], None]
+Watch = Callable[[Tensor, TopK, Tensor], Verdict | None]
+"""Asked before each launch with (x, topk, physical ids); what it returns gets the output."""
+
 
 class PreparedWeights:
     """One layer, ready to run; made by ``megamoe.prepare``, which is collective.
@@ -25,8 +30,14 @@ class PreparedWeights:
     times; ``close`` gives the workspaces back, on every rank, and ``with`` does it.
     """
 
-    def __init__(self, weights: MoEWeights, decision: Decision, ranks: Ranks | None = None) -> None:
-        """ranks: inside their step "prepare"; None on one rank."""
+    def __init__(
+        self,
+        weights: MoEWeights,
+        decision: Decision,
+        ranks: Ranks | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """ranks: inside their step "prepare"; None on one rank. watch: judges calls."""
         request = decision.request
         self.decision = decision
         self.request = request
@@ -37,6 +48,7 @@ class PreparedWeights:
         self._table = Table.of(weights.placement, weights.device)
         self._sticky = torch.zeros(1, dtype=torch.bool, device=weights.device)
         self._warm = False
+        self._watch = watch
         features = decision.kernel.sheet.features
         self._shared = (
             SharedFFN(weights.shared)
@@ -91,6 +103,7 @@ class PreparedWeights:
             ids = self._table.physical_ids(self._ids(topk.ids), self.rank)
             weights = topk.weights.to(torch.float32) * factor
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+            verdict = None if self._watch is None else self._watch(x, topk, ids)
             on_gpu = self.device.type == "cuda"
             call.launch(torch.cuda.current_stream(self.device) if on_gpu else None)
             shared = None if self._shared is None else self._shared.start(x)
@@ -103,6 +116,9 @@ class PreparedWeights:
                 y *= self._output_factor  # a power of two: exact after rounding as before it
             if shared is not None:
                 y += shared()  # BF16 + BF16: added in float32, rounded once
+        if verdict is not None:  # outside of the step: the collective is complete on every rank
+            self.check()
+            verdict(y)
         return y
 
     __call__ = forward
@@ -154,6 +170,11 @@ class PreparedWeights:
     def _check_capture(self, kernel: Kernel) -> None:
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return
+        if self._watch is not None:
+            raise bad_input(
+                "layer", "", "has its calls judged on the host (MEGAMOE_PARITY), which a CUDA "
+                "graph cannot hold", "unset it and prepare again, or run outside of graph capture",
+            )  # fmt: skip
         if not kernel.capturable:
             raise bad_input(
                 "kernel", self.decision.name, "reads from the device, which a CUDA graph cannot "
