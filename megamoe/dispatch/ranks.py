@@ -181,8 +181,9 @@ class Ranks:
                 work.wait(timedelta(seconds=0.1))
                 return
             except RuntimeError:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # between the time-out and here, or with an error
+                    work.wait()
+                    return
             watchdog.check()
 
     # --- the end ----------------------------------------------------------------------------------
