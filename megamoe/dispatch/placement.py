@@ -26,10 +26,14 @@ def physical(placement: Placement) -> Placement:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Replicas by logical expert, on a device. replicas: int64 [E, most]; counts: int64 [E]."""
+    """Replicas by logical expert, on a device. replicas: int64 [E, most]; counts: int64 [E].
+
+    identity: physical ids are the logical ones, so that a call need not look them up.
+    """
 
     replicas: Tensor
     counts: Tensor
+    identity: bool
 
     @classmethod
     def of(cls, placement: Placement, device: torch.device) -> Table:
@@ -43,11 +47,12 @@ class Table:
         return cls(
             torch.tensor(padded, dtype=torch.int64, device=device).view(-1, most),
             torch.tensor([len(f) for f in found], dtype=torch.int64, device=device),
+            placement.is_contiguous,
         )
 
     def physical_ids(self, ids: Tensor, rank: int) -> Tensor:
         """Logical ids [T, k] with empty slots as -1, to physical ids; no reading back."""
-        if self.replicas.shape[0] == 0:
+        if self.identity or self.replicas.shape[0] == 0:
             return ids
         held = ids.clamp(min=0)
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None]

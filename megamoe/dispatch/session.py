@@ -101,7 +101,8 @@ class PreparedWeights:
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
             rounds, step, tokens = self._rounds(x.shape[0], max_tokens)
             ids = self._table.physical_ids(self._ids(topk.ids), self.rank)
-            weights = topk.weights.to(torch.float32) * factor
+            weights = topk.weights.to(torch.float32)
+            weights = weights if factor == 1.0 else weights * factor
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             verdict = None if self._watch is None else self._watch(x, topk, ids)
             on_gpu = self.device.type == "cuda"

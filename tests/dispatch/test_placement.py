@@ -135,3 +135,21 @@ def test_a_full_share_is_not_copied() -> None:
     whole = Case(experts=4).layer()
     assert padded(whole).experts.w13.data.data_ptr() == whole.experts.w13.data.data_ptr()
     assert dataclasses.replace(padded(whole), router=whole.router).experts is whole.experts
+
+
+def test_contiguous_experts_need_no_look_up_and_all_others_do() -> None:
+    ids = torch.tensor([[0, 3, -1]])
+    for experts, world in ((4, 1), (4, 2), (8, 4)):
+        plain = Placement.contiguous(experts, world)
+        table = Table.of(plain, torch.device("cpu"))
+        assert table.identity
+        assert table.physical_ids(ids, 0) is ids
+        looked_up = dataclasses.replace(table, identity=False).physical_ids(ids, 0)
+        assert torch.equal(looked_up, ids)
+    for slots in (
+        ((1, 0), (2, 3)),
+        ((0, 1, 2), (3,)),
+        ((0, 1), (2, 3, 0)),
+        ((0, -1, 1), (2, 3, -1)),
+    ):
+        assert not Table.of(Placement(num_experts=4, slots=slots), torch.device("cpu")).identity
