@@ -48,6 +48,8 @@ def diagnose(
     y: Tensor, inputs: Inputs, ruler: Ruler, budget: Tensor, wrong: Tensor
 ) -> Finding | None:
     """The fault that explains most of the first few tokens of ``wrong``, or None."""
+    if not inputs.topk.top_k:
+        return None
     lent = float(budget[budget.isfinite()].max()) if len(budget) else 0.0
     fits: dict[str, list[tuple[float, Hypothesis, int, float]]] = {}
     examined = wrong[:EXAMINED].tolist()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels import plain_torch
+from emulations import plain_torch
 from mutants import FP8_PULL
 
 from megamoe.errors import BadInput

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
-from kernels import EveryProduct, eager_bf16, plain_torch
+from emulations import EveryProduct, eager_bf16, plain_torch
 from mutants import FP8_PULL, bench, layered, routed, run
 
 from megamoe.errors import BadInput, Mismatch
@@ -342,6 +342,26 @@ def test_report_is_frozen_and_readable() -> None:
     assert report.worst == 6
     for words in ("right: NO", "47 of 48 tokens", "token 6", "multiplied by -1"):
         assert words in str(report)
+
+
+@pytest.mark.parametrize("rig", ["fp8", "gpt-oss"])
+def test_any_garbage_is_judged(rig: str) -> None:
+    yard = bench(rig)
+    y = yard.emulated
+    noise = normal_tokens(*y.shape, seed=9)
+    for wrong in (y * math.nan, torch.full_like(y, math.inf), noise, y.flip(0)):
+        report = yard.judge(wrong)
+        assert not report.right
+        assert "rank 0" in report.message
+        assert "right: NO" in str(report)
+
+
+def test_no_slots_leave_the_shared_expert() -> None:
+    inputs = CLASSES["normal"](request(0, shared=True), BF16_COMBINE, 0, "cpu")
+    inputs = routed(inputs, lambda ids, w: (ids[:, :0], w[:, :0]))
+    yard = yardstick(inputs, BF16_COMBINE)
+    assert yard.judge(yard.emulated).recipe
+    assert yard.judge(yard.emulated * 2).message
 
 
 def test_exact_grid_demands_equality() -> None:

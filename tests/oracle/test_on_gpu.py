@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels import eager_bf16
+from emulations import eager_bf16
 from test_inputs import DIGESTS, request, tensors
 
 from megamoe.formats import FP8_ROW, MXFP4
