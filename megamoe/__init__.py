@@ -5,6 +5,7 @@ topk = megamoe.route(weights.router.logits(x), weights.router)
 y = megamoe.forward(x, topk, weights)
 """
 
+from megamoe import oracle
 from megamoe.api import forward, load, prepare, route
 from megamoe.dispatch.select import Decision, select
 from megamoe.dispatch.session import PreparedWeights
@@ -46,6 +47,7 @@ __all__ = [
     "Unsupported",
     "forward",
     "load",
+    "oracle",
     "prepare",
     "route",
     "select",

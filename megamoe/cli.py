@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import megamoe
-from megamoe import oracle, parity
+from megamoe import bundle, oracle
 from megamoe.api import decide, read_settings
 from megamoe.checkpoint import inspect, write_demo
 from megamoe.dispatch import doctor, upgrade
@@ -269,14 +269,14 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    bundle = parity.read(args.file)
-    say(str(bundle))
-    report, found = bundle.replay()
+    found = bundle.read(args.file)
+    say(str(found))
+    report, seen = found.replay()
     say("the verdict here")
     say("   " + str(report).replace("\n", "\n   "))
-    same = found == bundle.digest
-    recorded = "as recorded" if same else f"NOT the recorded {bundle.digest}"
-    say(f"reference digest {found}, {recorded}")
+    same = seen == found.digest
+    recorded = "as recorded" if same else f"NOT the recorded {found.digest}"
+    say(f"reference digest {seen}, {recorded}")
     return 0 if report.right and report.recipe and same else 1
 
 

@@ -17,6 +17,7 @@ from strategies import Case
 from torch import Tensor
 
 import megamoe
+from megamoe import bundle as bundle_file
 from megamoe import parity
 from megamoe.cli import main
 from megamoe.dispatch.select import KERNELS
@@ -220,7 +221,7 @@ def test_two_ranks_judge_their_own_tokens(pair: Pool, mutant: str | None) -> Non
 def test_a_bundle_holds_the_failing_token_and_replays(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = parity.read(bundle_of(monkeypatch, tmp_path, case))
+    bundle = bundle_file.read(bundle_of(monkeypatch, tmp_path, case))
     x, topk, weights = case.x(), case.topk(), case.layer()
     assert bundle.tokens == (2,)
     assert (bundle.kernel, bundle.batch, bundle.call) == ("reference", 6, 1)
@@ -230,8 +231,8 @@ def test_a_bundle_holds_the_failing_token_and_replays(
     assert torch.equal(inputs.topk.ids, topk.ids[2:3])
     assert torch.equal(inputs.topk.weights, topk.weights[2:3])
     assert set(held) == set(topk.ids[2].tolist()) - {-1}
-    for name, tensor in parity._tensors(inputs.layer.experts).items():
-        whole = parity._tensors(weights.experts)[name]
+    for name, tensor in bundle_file.tensors_of(inputs.layer.experts).items():
+        whole = bundle_file.tensors_of(weights.experts)[name]
         assert torch.equal(
             tensor.view(torch.uint8), whole.view(torch.uint8)[list(held)]
         ), name  # fmt: skip
@@ -249,7 +250,7 @@ def test_a_bundle_holds_the_failing_token_and_replays(
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.sheet.name)
 def test_every_recipe_survives_json(kernel: Any) -> None:
     recipe = kernel.sheet.recipe
-    back = parity._back(parity._told(recipe))
+    back = bundle_file._back(bundle_file._told(recipe))
     assert back == recipe
     assert back.mid.element is recipe.mid.element
 
@@ -265,7 +266,7 @@ def test_replay_of_a_wrong_and_of_a_right_bundle(
     assert "right: NO" in text
     assert re.search(r"reference digest [0-9a-f]{16}, as recorded", text)
 
-    bundle = parity.read(path)
+    bundle = bundle_file.read(path)
     right = output(bundle.inputs, Emulated(bundle.recipe))
     repaired = tmp_path / "right.safetensors"
     dataclasses.replace(bundle, y=right).write(repaired)
@@ -284,7 +285,7 @@ def test_a_fault_of_the_batch_takes_all_tokens(
     honest = parity._failing
     monkeypatch.setattr(parity, "_failing", lambda report: honest(report) + 1)
     path = bundle_of(monkeypatch, tmp_path)
-    assert parity.read(path).tokens == (0, 1, 2, 3, 4, 5)
+    assert bundle_file.read(path).tokens == (0, 1, 2, 3, 4, 5)
 
 
 def test_the_size_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +301,7 @@ def test_the_size_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(Mismatch, match="replay it with"):
         ready.forward(CASE.x(), CASE.topk())
     (path,) = tmp_path.iterdir()
-    bundle = parity.read(path)
+    bundle = bundle_file.read(path)
     assert 0 < len(bundle.tokens) < CASE.tokens
     assert len(bundle.inputs.layer.placement.slots[0]) <= 2
     monkeypatch.setattr(parity, "LIMIT", one)
@@ -358,8 +359,8 @@ def test_broken_and_foreign_files_are_bad_input(
         paths.append(path)
     for path in paths:
         with pytest.raises(BadInput, match=r"replay bundle .* cannot be read"):
-            parity.read(path)
+            bundle_file.read(path)
         assert main(["replay", str(path)]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1, said
-    assert parity.read(good).inputs.layer.experts.w13.format == PLAIN_BF16
+    assert bundle_file.read(good).inputs.layer.experts.w13.format == PLAIN_BF16
