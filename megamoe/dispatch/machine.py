@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +31,13 @@ H200 = Machine(
     nccl="2.30.7",
     cuda="13.0",
 )
-H20 = Machine(
-    name="NVIDIA H20",
-    capability=(9, 0),
-    multiprocessors=78,
-    memory_bytes=96 * 10**9,
-    gpus=8,
-    peer_access=True,
-    flashinfer="0.7.4",
-    nvshmem="0.4.1",
-    nccl="2.30.7",
-    cuda="13.0",
-)
-SM120 = Machine(
+H20 = replace(H200, name="NVIDIA H20", multiprocessors=78, memory_bytes=96 * 10**9)
+SM120 = replace(
+    H200,
     name="NVIDIA RTX PRO 6000 Blackwell",
     capability=(12, 0),
     multiprocessors=188,
     memory_bytes=96 * 10**9,
-    gpus=8,
-    peer_access=True,
-    flashinfer="0.7.4",
-    nvshmem="0.4.1",
-    nccl="2.30.7",
-    cuda="13.0",
 )
 CPU = Machine(name="CPU")
 MACHINES = {"h200": H200, "h20": H20, "sm120": SM120, "cpu": CPU}
