@@ -1,4 +1,4 @@
-"""The choice: the first without an objection, with every reason kept; never the reference unasked."""
+"""The choice: the first without an objection, every reason kept; never the reference unasked."""
 
 from __future__ import annotations
 
