@@ -233,9 +233,12 @@ class PreparedWeights:
 
     def check(self) -> None:
         """Raise RankFailure where the ranks' group has failed, BadInput where an id outside [-1, E)
-        was met since the last check; reads the device.
+        was met since the last check, MegaMoEError where the kernel flagged its own output; reads
+        the device.
         """
         self._ranks.check()
+        if self._kernel is not None:
+            self._kernel.check()
         if bool(self._sticky.item()):
             self._sticky.zero_()
             raise BadInput(
@@ -251,16 +254,23 @@ class PreparedWeights:
         kernel, self._kernel = self._kernel, None
         if kernel is None:
             return
+        flagged: MegaMoEError | None = None
         try:
             if not self._ranks.healthy:
                 return  # the others will not come
             with self._ranks.step("close") as call:
                 self._ranks.gather("close", "")
                 call.launch()
+                try:
+                    kernel.check()
+                except MegaMoEError as error:  # this rank's own: the others still wait for close
+                    flagged = error
                 kernel.close()
         finally:
             self._ranks.close()
         self.check()
+        if flagged is not None:
+            raise flagged
 
     def _open(self) -> Kernel:
         if self._kernel is None:

@@ -187,14 +187,27 @@ class Kernel(abc.ABC):
         """Whether ``run`` may be captured in a CUDA graph: it reads nothing back."""
         return True
 
+    def check(self) -> None:
+        """Raise MegaMoEError where a launch since the last check flagged its own output as wrong on
+        the device; reads the device.
+        """
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give workspaces back; collective, once."""
 
 
 def check_ranks(context: Context) -> None:
-    """Refuse to prepare one rank's share of a layer without the group that holds the rest."""
+    """Refuse to prepare one rank's share of a layer without the group that holds the rest, and
+    experts that are not laid out as every kernel takes them.
+    """
     world = context.request.world_size
+    if not context.request.placement.is_contiguous:
+        raise bad_input(
+            "placement", "", "has uneven, permuted or redundant experts, and a kernel holds equal, "
+            "contiguous ones", "call megamoe.prepare, which maps them to physical slots above it",
+        )  # fmt: skip
     if world > 1 and context.group is None:
         raise bad_input(
             "group", "None", f"does not hold the {world} ranks of the layer",

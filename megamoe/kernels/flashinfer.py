@@ -190,38 +190,71 @@ class MegaLayer:
         self.launched = False
 
     def run(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scales: Tensor | None = None
+    ) -> None:
+        """Stage and launch; ``out`` [n, H] is written in stream order."""
+        with self._first():
+            self.layer.forward(self._tensors(x, ids, weights, scales, out))
+        self.launched = True
+
+    def stage(
         self,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        out: Tensor,
         scales: Tensor | None = None,
         *,
         bucket: int | None = None,
-        view: bool = False,
     ) -> None:
-        """Stage and launch; ``out`` [n, H] is written in stream order.
+        """Copy a call's inputs into the workspace, for one ``compute``.
 
-        bucket: the greatest count of any rank, where the kernel's choice follows it. view: whether
-        the kernel is to write its own buffer, from which ``out`` is copied.
+        bucket: the greatest count of any rank, where the kernel's choice follows it.
         """
-        tensors = self.api.MoEEpTensors(
-            hidden_states=x,
-            topk_ids=ids,
-            topk_weights=weights,
-            scales=scales,
-            output=None if view else out,
-        )
-        # The first launch allocates and compiles.
-        with contextlib.nullcontext() if self.launched else environment(self.context):
-            if bucket is None:
-                self.layer.forward(tensors)
-            else:
-                self.layer.stage_inputs(tensors, compile_tokens_per_rank=bucket)
-                y = self.layer.compute_staged(output=None if view else out)
-                if view:
-                    out.copy_(y)
+        with self._first():
+            self.layer.stage_inputs(
+                self._tensors(x, ids, weights, scales), compile_tokens_per_rank=bucket
+            )
+
+    def compute(self, out: Tensor, *, view: bool = False) -> None:
+        """Launch on what was staged; ``out`` [n, H] is written in stream order.
+
+        view: whether the kernel is to write its own buffer, from which ``out`` is copied.
+        """
+        with self._first():
+            y = self.layer.compute_staged(output=None if view else out)
+        if view:
+            out.copy_(y)
         self.launched = True
+
+    def workspace_storage(self, name: str) -> Tensor:
+        """A buffer of the workspace, by FlashInfer's name for it; there from the first staging on.
+
+        FlashInfer shows it by a function that synchronises; this one can be captured.
+        """
+        try:
+            found: Tensor = self.layer._workspace.storage[name]
+        except (AttributeError, KeyError) as error:
+            raise Unsupported(
+                f"the installed FlashInfer keeps no {name} in its workspace ({error}); these "
+                f"adapters were written for {LEAST}"
+            ) from error
+        return found
+
+    def _tensors(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        scales: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Any:
+        return self.api.MoEEpTensors(
+            hidden_states=x, topk_ids=ids, topk_weights=weights, scales=scales, output=out
+        )
+
+    def _first(self) -> contextlib.AbstractContextManager[None]:
+        """Around the first launch, which allocates and compiles."""
+        return contextlib.nullcontext() if self.launched else environment(self.context)
 
     def close(self) -> None:
         with environment(self.context):

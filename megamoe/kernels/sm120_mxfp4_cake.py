@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megamoe.errors import MegaMoEError
 from megamoe.formats import BF16, MXFP4, MXFP8
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
@@ -23,8 +24,9 @@ class Sm120Mxfp4Cake(Kernel):
 
     Results travel in blocks of 64 values, compressed without loss where they can be, and a call
     that needs more room than was set aside is wrong and only flagged on the device. So room is set
-    aside for every block. Every rank passes the greatest count of any rank, without which the
-    kernel would gather counts and wait for them on the host.
+    aside for every block, and each launch's flag is kept for ``check``. Every rank passes the
+    greatest count of any rank, without which the kernel would gather counts and wait for them on
+    the host.
     """
 
     sheet = Datasheet(
@@ -56,7 +58,12 @@ class Sm120Mxfp4Cake(Kernel):
             Versions(package="nccl", least="2.30.7", exact=True),
         ),
         id_dtype=torch.int64,
-        notes=("wants a process group of NCCL", "built by nvcc when it is prepared"),
+        notes=(
+            "wants a process group of NCCL",
+            "built by nvcc when it is prepared",
+            "is handed the loaded bytes; FlashInfer keeps w2, and copies w13 and the scales",
+            "its own shared expert is another function than ours and stays unused",
+        ),
     )
 
     @classmethod
@@ -99,14 +106,28 @@ class Sm120Mxfp4Cake(Kernel):
 
     def __init__(self, layer: flashinfer.MegaLayer) -> None:
         self.layer = layer
+        self.flagged = torch.zeros(1, dtype=torch.int32, device=layer.context.device)
 
     def run(self, batch: Batch, out: Tensor) -> None:
         codes, scales = mx_coded(batch.x)
-        self.layer.run(codes, batch.ids, batch.weights, out, scales, bucket=batch.tokens)
+        self.layer.stage(codes, batch.ids, batch.weights, scales, bucket=batch.tokens)
+        self.layer.compute(out)
+        # The next launch clears its flag.
+        flag = self.layer.workspace_storage("protocol_error")
+        self.flagged.bitwise_or_(flag.view(torch.int32)[:1])
 
     def warmup(self) -> None:
         self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
         flashinfer.synchronise(self.layer.context.device)
+
+    def check(self) -> None:
+        if bool(self.flagged.item()):
+            self.flagged.zero_()
+            raise MegaMoEError(
+                "sm120_mxfp4_cake flagged a protocol error on this rank since the last check, so "
+                "the output of that call is invalid on every rank: close the layer and prepare it "
+                "again"
+            )
 
     def close(self) -> None:
         self.layer.close()

@@ -52,7 +52,10 @@ class Sm120Mxfp4Split(Kernel):
             Versions(package="nvshmem", least="0.3.1"),
         ),
         id_dtype=torch.int64,
-        notes=("compiled at warm-up, once for each bucket of tokens up to the capacity",),
+        notes=(
+            "compiled at warm-up, once for each bucket of tokens up to the capacity",
+            "holds w2 as loaded, and a copy of w13 and of the scales in the kernel's order",
+        ),
     )
 
     @classmethod
@@ -85,7 +88,8 @@ class Sm120Mxfp4Split(Kernel):
     def run(self, batch: Batch, out: Tensor) -> None:
         codes, scales = mx_coded(batch.x)
         bucket = max(1, batch.tokens)
-        self.layer.run(codes, batch.ids, batch.weights, out, scales, bucket=bucket, view=True)
+        self.layer.stage(codes, batch.ids, batch.weights, scales, bucket=bucket)
+        self.layer.compute(out, view=True)
 
     def warmup(self) -> None:
         for tokens in self.buckets():

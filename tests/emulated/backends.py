@@ -73,6 +73,7 @@ class Backend:
     buckets: ClassVar[bool] = False  # takes the greatest count of any rank
     owns_output: ClassVar[bool] = False  # compiles for each output address it is given
     alone: ClassVar[bool] = True  # runs on one rank
+    flags: ClassVar[bool] = False  # says on the device whether the last launch went wrong
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
         raise NotImplementedError
@@ -434,7 +435,7 @@ class Sm120Cake(Sm120):
     """Without the greatest count of any rank it gathers counts and waits for them on the host."""
 
     name = "sm120_mxfp4_mxfp8_bf16_cake"
-    strict = packs = buckets = True
+    strict = packs = buckets = flags = True
     alone = nvshmem = False
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
@@ -471,7 +472,8 @@ class Sm120Mxfp8(Sm120):
         require(1 <= self.config.top_k <= 32, f"{self.name}: top_k {self.config.top_k}")
         require(not quantize_input, "quantises with many small kernels, and by its own rule")
         require(self.activation().limit is None, "the kernel ignores its clamp")
-        require(self.config.knobs is None, "any other tile than the pinned one is wrong")
+        tile = (self.config.knobs or {}).get("mma_tiler_mnk")
+        require(tile == (64, 64, 128), "any other tile is wrong")
 
     def experts(self, transformed: Any) -> ExpertWeights:
         (fc1, s1), (fc2, s2) = transformed

@@ -37,17 +37,22 @@ class Workspace:
     ids: Tensor
     weights: Tensor
     output: Tensor
+    storage: dict[str, Tensor]
     users: int = 0
 
 
 @dataclass
 class Device:
-    """The machine of all ranks. launches: how many each rank took part in."""
+    """The machine of all ranks. launches: how many each rank took part in. compiled: by layer and
+    rank, what was compiled apart. faulty: ranks whose launches flag a protocol error.
+    """
 
     pool: dict[Any, Workspace] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     layers: dict[int, int] = field(default_factory=dict)
     launches: dict[int, int] = field(default_factory=dict)
+    compiled: dict[tuple[int, int], set[Any]] = field(default_factory=dict)
+    faulty: set[int] = field(default_factory=set)
     lost: bool = False
 
     @property
@@ -145,8 +150,11 @@ class MegaLayer:
         if self.world == 1 and self.backend.nvshmem:
             require(no_dist, "one rank without MEGA_NO_DIST wants NVSHMEM and a group")
 
+    @property
+    def _workspace(self) -> Workspace | None:
+        return self.workspace
+
     def forward(self, t: Any, *, return_workspace_view: bool = False) -> Tensor:
-        require(not self.backend.buckets, "the greatest count of any rank is not passed on")
         require(not return_workspace_view or t.output is None, "a view and an output")
         self.stage_inputs(t)
         output = t.output
@@ -160,6 +168,10 @@ class MegaLayer:
             raise Trap("the device context was lost in an earlier launch")
         self._check_tensors(t)
         bound = compile_tokens_per_rank
+        require(
+            bound is not None or not self.backend.buckets,
+            "the greatest count of any rank is not passed on",
+        )
         require(bound is None or self.backend.buckets, f"{self.backend.name} takes no bucket")
         n = t.hidden_states.shape[0]
         require(bound is None or n <= bound <= self.capacity, f"{n} tokens, {bound} announced")
@@ -172,6 +184,11 @@ class MegaLayer:
         workspace, n, bound = self.staged
         require(output is not None or self.backend.view, f"{self.backend.name} returns no view")
         require(output is None or not self.backend.owns_output, "a graph for every output address")
+        if self.backend.owns_output:  # a graph for each bucket and output address
+            what = (bucket_of(bound or 0, self.capacity), workspace.output.data_ptr())
+            self.device.compiled.setdefault((self.index, self.rank), set()).add(what)
+        if self.backend.flags:
+            workspace.storage["protocol_error"][0] = self.rank in self.device.faulty
         live = workspace.ids >= 0
         if bool((workspace.ids >= self.num_experts).any()):
             self.device.lost = True
@@ -245,6 +262,9 @@ class MegaLayer:
             ids=torch.full((n, k), -1, dtype=torch.int64),
             weights=torch.full((n, k), torch.nan),
             output=torch.full((n, h), torch.nan, dtype=torch.bfloat16),
+            storage={"protocol_error": torch.zeros(4, dtype=torch.uint8)}
+            if self.backend.flags
+            else {},
         )
 
     def _stage(self, workspace: Workspace, t: Any, n: int) -> None:

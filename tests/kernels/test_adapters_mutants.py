@@ -240,6 +240,10 @@ def combine_left_to_the_heuristic(kernel: type[Kernel]) -> contextlib.AbstractCo
     return fields_through(lambda f: {k: v for k, v in f.items() if k != "knobs"})
 
 
+def tile_left_to_the_kernel(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    return fields_through(lambda f: f | {"knobs": None} if "knobs" in f else f)
+
+
 def overflow_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
     def edit(fields: dict[str, Any]) -> dict[str, Any]:
         smaller = {"codec_overflow_blocks": fields.get("codec_overflow_blocks", 0) // 4}
@@ -249,23 +253,43 @@ def overflow_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def run_through(edit: Any) -> Iterator[None]:
-    """``edit`` the keyword arguments of every launch."""
-    real = flashinfer.MegaLayer.run
+def step_through(step: str, **changed: Any) -> Iterator[None]:
+    """Keyword arguments of every staging or launch, replaced."""
+    real = getattr(flashinfer.MegaLayer, step)
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **edit(kwargs))
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs | changed)
 
-    with mock.patch.object(flashinfer.MegaLayer, "run", run):
+    with mock.patch.object(flashinfer.MegaLayer, step, other):
         yield
 
 
 def greatest_count_kept_back(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    return run_through(lambda kwargs: {})
+    return step_through("stage", bucket=None)
 
 
 def outputs_given_to_the_kernel(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    return run_through(lambda kwargs: kwargs | {"view": False})
+    return step_through("compute", view=False)
+
+
+def launched_before_staging(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    """Each launch computes what the call before it staged."""
+    real = flashinfer.MegaLayer.stage
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *self.__dict__.setdefault("last", args), **kwargs)
+        self.last = args
+
+    return mock.patch.object(flashinfer.MegaLayer, "stage", late)
+
+
+def empty_slots_weighted(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    """An empty slot's stand-in counts as if the router had chosen it."""
+
+    def edit(_: Any, b: Batch) -> Batch:
+        return dataclasses.replace(b, weights=torch.where(b.weights == 0, 0.5, b.weights))
+
+    return batch_through(kernel, edit)
 
 
 @contextlib.contextmanager
@@ -292,6 +316,7 @@ MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (weights_applied_twice, EVERY),
     (empty_slots_counted, tuple(set(EVERY) - set(STALE))),
     (empty_slots_left_to_the_kernel, STALE),
+    (empty_slots_weighted, STALE),
     (ids_of_the_next_rank, EVERY),
     # The pull kernels of FP8 and BF16 copy ids of any width.
     (ids_of_the_wrong_width, tuple(set(EVERY) - {"sm90_pull_bf16", "sm90_pull_fp8"})),
@@ -303,6 +328,8 @@ MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (scale_mode_left_at_the_default, ("sm90_pull_fp8",)),
     (combine_left_to_the_heuristic, ("sm120_mxfp4_split",)),
     (overflow_left_at_the_default, ("sm120_mxfp4_cake",)),
+    (tile_left_to_the_kernel, ("sm120_mxfp8",)),
+    (launched_before_staging, MX),
     (greatest_count_kept_back, ("sm120_mxfp4_split", "sm120_mxfp4_cake")),
     (outputs_given_to_the_kernel, ("sm120_mxfp4_split",)),
     (counts_left_unequal, ("sm90_standalone_mxfp4", "sm90_standalone_nvfp4")),
