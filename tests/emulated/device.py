@@ -127,7 +127,8 @@ class MegaLayer:
         self._check_process_group(bootstrap)
         require(bootstrap.stream == 0, "the kernels launch on the current stream")
         self.backend.check_config(mega.quantize_input, self.world)
-        self.experts = self.backend.experts(weights or mega.transformed_weights)
+        given = _transformed(weights) if weights is not None else mega.transformed_weights
+        self.experts = self.backend.experts(given)
         self.staged: tuple[Workspace, int, int | None] | None = None
         self.index = device.count(device.layers, self.rank)
         self.num_experts = fleet.num_experts
@@ -286,6 +287,15 @@ class MegaLayer:
             self.workspace.users -= 1
             if self.workspace.users == 0:
                 del self.device.pool[(self.rank, self.key)]
+
+
+def _transformed(pack: Any) -> Any:
+    """What cake keeps of a pack: w2 itself, and copies of all that its order moves."""
+    moved = ("w13", "w13_scale", "w2_scale")
+    return SimpleNamespace(
+        w2=pack.w2,
+        **{n: _bytes(getattr(pack, n)).clone().view(getattr(pack, n).dtype) for n in moved},
+    )
 
 
 def bucket_of(tokens: int, capacity: int) -> int:

@@ -248,32 +248,6 @@ def test_two_trees_of_kernels_do_not_share_a_process() -> None:
 # --- weights -------------------------------------------------------------------------------------
 
 
-def test_cake_gets_the_loader_s_own_bytes() -> None:
-    """Under other dtypes, and without a second copy: FlashInfer makes its own from them."""
-    layer_ = dataclasses.replace(case("sm120_mxfp4_cake"), placement=Placement.contiguous(4, 2))
-
-    def work(rank: int) -> None:
-        held = layer_.held(rank)
-        prepared = megamoe.prepare(
-            held,
-            dist.group.WORLD,
-            max_tokens_per_rank=4,
-            top_k=2,
-            kernel=layer_.kernel,
-            on_failure="raise",
-        )
-        kernel: Any = prepared._kernel
-        taken = kernel.layer.layer.experts
-        for ours, theirs in ((held.experts.w13, taken.w13), (held.experts.w2, taken.w2)):
-            assert ours.data.data_ptr() == theirs.data.data_ptr()
-            assert ours.scale is not None
-            assert ours.scale.data_ptr() == theirs.scale.data_ptr()
-        prepared.close()
-
-    with emulated(SM120):
-        run_ranks(2, work)
-
-
 def inexact(q: Quantised) -> Quantised:
     assert q.global_scale is not None
     return dataclasses.replace(q, global_scale=q.global_scale * 1.2)
