@@ -102,6 +102,42 @@ def test_what_is_chosen(
     assert re.search(rf"^  YES  {chosen}:", text, re.MULTILINE), text
 
 
+def reasons(text: str) -> dict[str, tuple[str, list[str]]]:
+    """By kernel: the verdict, and the lines below it."""
+    parts = re.split(r"^  (no|YES|also) +(\w+).*\n", text, flags=re.MULTILINE)[1:]
+    return {
+        name: (word, [line.strip() for line in rest.splitlines() if line.strip()])
+        for word, name, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    }
+
+
+def test_explain_deepseek_v4_flash_on_a_literal_sm120_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Split or cake, each with what it asks for; every other kernel with why not."""
+    ask = ("explain", "deepseek-v4-flash", "--machine", "sm120", "--world-size")
+    eight, one = (reasons(printed(capsys, *ask, world)) for world in ("8", "1"))
+    assert eight["sm120_mxfp4_split"][0] == one["sm120_mxfp4_split"][0] == "YES"
+    assert eight["sm120_mxfp4_cake"][0] == "also"
+    for name in ("sm120_mxfp4_split", "sm120_mxfp4_cake"):
+        assert "note: not run on hardware" in eight[name][1]
+    assert one["sm120_mxfp4_cake"] == (
+        "no",
+        ["runs on 2 to 32 ranks, not on 1", "holds at most 128 experts a rank, not 256"],
+    )
+    assert eight["sm120_mxfp8"] == (
+        "no",
+        [
+            "does not take mxfp4 weights (takes mxfp8)",
+            "does not clamp, and the layer clamps at 10",
+        ],
+    )
+    for name, (word, lines) in eight.items():
+        if name.startswith("sm90"):
+            assert word == "no"
+            assert any(line.startswith("needs compute capability 9.0") for line in lines), name
+
+
 def test_explain_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_demo(tmp_path / "c"))
     text = printed(capsys, "explain", "--checkpoint", path, "--machine", "h200")

@@ -442,6 +442,7 @@ class Sm120Cake(Sm120):
         self.multiples(512, 128)
         require(self.hidden <= 7680 and 1 <= self.config.top_k <= 9, f"{self.name}: sizes")
         require(2 <= world_size <= 32 and self.experts_per_rank <= 128, f"{self.name}: ranks")
+        require(self.config.shared_expert is None, "another function than the plain BF16 recipe")
         limit, blocks = self.config.swiglu_limit, self.config.codec_overflow_blocks
         require(type(limit) is int and 0 <= limit <= 65504, f"{self.name}: limit {limit!r}")
         require(16 <= blocks <= 256, f"{self.name}: {blocks} overflow blocks")

@@ -60,16 +60,28 @@ PATHS = (
     ),
     Path(kernel="sm90_standalone_mxfp4", weights=(MXFP4,), worlds=(1, 2, 4, 8), top_k=(1, 2)),
     Path(kernel="sm90_standalone_nvfp4", weights=(NVFP4,), worlds=(4, 8), top_k=(1, 2)),
-    Path(kernel="sm120_mxfp4_split", weights=(MXFP4,), top_k=(1, 2), machine=SM120),
+    Path(
+        kernel="sm120_mxfp4_split",
+        weights=(MXFP4,),
+        worlds=tuple(range(1, 9)),
+        top_k=(1, 2),
+        machine=SM120,
+    ),
     Path(
         kernel="sm120_mxfp4_cake",
         weights=(MXFP4,),
-        worlds=(2, 4, 8),
+        worlds=tuple(range(2, 9)),
         activations=(Activation(), Activation(limit=1.0)),
         hidden=512,
         machine=SM120,
     ),
-    Path(kernel="sm120_mxfp8", weights=(MXFP8,), activations=(Activation(),), machine=SM120),
+    Path(
+        kernel="sm120_mxfp8",
+        weights=(MXFP8,),
+        worlds=tuple(range(1, 9)),
+        activations=(Activation(),),
+        machine=SM120,
+    ),
 )
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from test_adapters_mutants import BY_NAME, MX, case
 
 import megamoe
 from megamoe.dispatch.machine import SM120
+from megamoe.dispatch.select import select
 from megamoe.errors import BadInput, MegaMoEError
 from megamoe.formats import Quantised
 from megamoe.kernels import flashinfer
@@ -317,6 +319,28 @@ def test_more_tokens_than_the_capacity_are_refused_before_a_launch(kernel: str) 
     with emulated(SM120) as device:
         run_ranks(layer.world, work)
     assert device.launches == {}
+
+
+def test_cake_is_taken_where_split_lacks_nvshmem() -> None:
+    request = dataclasses.replace(
+        Request.of(case(CAKE).whole(), top_k=6, max_tokens_per_rank=512),
+        hidden_size=4096,
+        intermediate_size=2048,
+        placement=Placement.contiguous(256, 8),
+    )
+    bare = dataclasses.replace(SM120, nvshmem=None)
+    assert select(request, SM120).name == "sm120_mxfp4_split"
+    decision = select(request, bare)
+    assert decision.name == CAKE
+    split = BY_NAME["sm120_mxfp4_split"].objections(request, bare)
+    assert split == ("needs nvshmem >= 0.3.1, and none is installed",)
+
+
+def test_the_readme_claims_no_hardware_for_any_of_them() -> None:
+    table = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for kernel in MX:
+        (row,) = [r for r in table.splitlines() if r.startswith("|") and f"`{kernel}`" in r]
+        assert "not run on hardware" in row
 
 
 # --- every number of ranks ------------------------------------------------------------------------
