@@ -168,7 +168,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.flashinfer:
         root = upgrade.installed_root()
         say(upgrade.report(root, installed("flashinfer")))
-        return 1 if root is None or upgrade.differences(root) else 0
+        return 1 if root is None or upgrade.changes(root) else 0
     say(doctor.report(probe("cuda" if torch.cuda.is_available() else "cpu")))
     return 0
 

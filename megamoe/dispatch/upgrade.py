@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megamoe.kernels.assumed import FP4, RECORDS, REQUIRED, SOURCES, UNUSED
+from megamoe.kernels.assumed import (
+    CONFIGS,
+    FP4,
+    RECORDS,
+    REQUIRED,
+    SM90,
+    SM120,
+    SOURCES,
+    UNUSED,
+)
 
 NAMED = {"SM90_ROUTING_PROFILE_BLOCK_PERMUTATION": "block_permutation_v1"}
 
@@ -27,6 +36,39 @@ def installed_root() -> Path | None:
 def differences(root: Path, records: Mapping[str, Mapping[str, Any]] = RECORDS) -> list[str]:
     """One sentence for each fact of ``records`` that FlashInfer's files under ``root`` deny."""
     return [sentence for name in records for sentence in _compare(root, name, records[name])]
+
+
+def registry_differences(root: Path) -> list[str]:
+    """Kernels of our architectures that FlashInfer no longer registers, or newly does."""
+    ours = {str(fields["kernel_name"]) for fields in CONFIGS.values()}
+    theirs = registered(root)
+    return [
+        *(f"kernel {name}: no longer registered" for name in sorted(ours - theirs)),
+        *(f"kernel {name}: registered, and no adapter of ours" for name in sorted(theirs - ours)),
+    ]
+
+
+def registered(root: Path) -> set[str]:
+    """The names under which FlashInfer registers its SM90 and SM120 mega kernels."""
+    found: set[str] = set()
+    for folder in (SM90, SM120):
+        for file in sorted((root / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            constants = {
+                target.id: node.value.value
+                for node in tree.body
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "register_mega_kernel":
+                    name = node.args[0]
+                    value = constants.get(name.id) if isinstance(name, ast.Name) else (
+                        ast.literal_eval(name)
+                    )  # fmt: skip
+                    found.add(str(value))
+    return found
 
 
 def _compare(root: Path, name: str, ours: Mapping[str, Any]) -> list[str]:
@@ -84,14 +126,20 @@ def _default(value: ast.expr | None) -> Any:
     return ast.literal_eval(value)
 
 
+def changes(root: Path) -> list[str]:
+    """Everything that is not as assumed."""
+    return differences(root) + registry_differences(root)
+
+
 def report(root: Path | None, version: str | None) -> str:
     """What `megamoe doctor --flashinfer` prints."""
     if root is None:
         return "FlashInfer is not installed: pip install 'megamoe[gpu]'"
     lines = [f"FlashInfer {version or 'of unknown version'}; our datasheets assume 0.7.4"]
-    found = differences(root)
+    found = changes(root)
     if not found:
-        return "\n".join([*lines, f"all {len(RECORDS)} records are as assumed"])
+        kernels = f"{len(CONFIGS)} registered kernels"
+        return "\n".join([*lines, f"all {len(RECORDS)} records and {kernels} are as assumed"])
     lines += [f"  {sentence}" for sentence in found]
     lines.append("judge the kernels again (megamoe check) before relying on them")
     return "\n".join(lines)

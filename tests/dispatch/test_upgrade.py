@@ -9,8 +9,15 @@ import pytest
 
 from megamoe.cli import main
 from megamoe.dispatch import upgrade
-from megamoe.dispatch.upgrade import differences, installed_root, report
-from megamoe.kernels.assumed import FP4, RECORDS, SOURCES
+from megamoe.dispatch.upgrade import (
+    changes,
+    differences,
+    installed_root,
+    registered,
+    registry_differences,
+    report,
+)
+from megamoe.kernels.assumed import CONFIGS, FP4, RECORDS, SM90, SM120, SOURCES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import layout_flashinfer as fi
@@ -29,7 +36,8 @@ def test_the_installed_flashinfer_is_as_assumed(request: pytest.FixtureRequest) 
             f"not compared with FlashInfer's own files: {request.node.name} "
             "(set MEGAMOE_FLASHINFER_SRC, or install flashinfer)"
         )
-    assert differences(root) == []
+    assert changes(root) == []
+    assert registered(root) == {fields["kernel_name"] for fields in CONFIGS.values()}
 
 
 def test_each_kind_of_change_is_named(tmp_path: Path) -> None:
@@ -56,6 +64,24 @@ def test_each_kind_of_change_is_named(tmp_path: Path) -> None:
         "MegaConfig: not found in moe_ep/modes/config.py"
     ]
     assert "judge the kernels again" in report(tmp_path, "0.8.0")
+
+
+def test_kernels_that_came_and_went_are_named(tmp_path: Path) -> None:
+    names = sorted(str(fields["kernel_name"]) for fields in CONFIGS.values())
+    for number, name in enumerate(names[1:]):
+        folder = tmp_path / (SM90 if name.startswith("sm90") else SM120) / str(number)
+        folder.mkdir(parents=True)
+        said = "NAME" if number % 2 else repr(name)
+        (folder / "backend.py").write_text(
+            f"NAME = {name!r}\n@register_mega_kernel(\n    {said}, deprecated_aliases=()\n)\n"
+            "class Backend:\n    pass\n"
+        )
+    extra = tmp_path / SM90 / "extra.py"
+    extra.write_text('@register_mega_kernel("sm90_brand_new")\nclass New:\n    pass\n')
+    assert registry_differences(tmp_path) == [
+        f"kernel {names[0]}: no longer registered",
+        "kernel sm90_brand_new: registered, and no adapter of ours",
+    ]
 
 
 def test_doctor_says_what_changed(
