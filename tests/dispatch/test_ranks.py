@@ -334,6 +334,7 @@ def test_a_rank_outside_of_calls_is_aborted_only_if_its_device_is_stuck(
     monkeypatch.setattr(watchdogs, "GRACE", 0.2)
     group = Group(2)
     group.watchdogs[0].on_failure = "abort"
+    stuck = stream is not None and stream.busy
 
     def work(ranks: Ranks, rank: int) -> None:
         prepare(ranks)
@@ -344,11 +345,13 @@ def test_a_rank_outside_of_calls_is_aborted_only_if_its_device_is_stuck(
         deadline = time.monotonic() + 20
         while ranks.healthy and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(1.0)
+        # The abort that must come is awaited; one that must not would come within a second.
+        deadline = time.monotonic() + (20 if stuck else 1)
+        while not group.aborted and time.monotonic() < deadline:
+            time.sleep(0.05)
         ranks.check()
 
     assert "out of memory" in failures(group.run(work), [0]).pop()
-    stuck = stream is not None and stream.busy
     assert group.aborted == ([0] if stuck else [])
     assert ("rank 0 aborts: rank 1 raised RuntimeError" in capsys.readouterr().err) is stuck
 
