@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 ForceReference = Literal["off", "family", "emulate"]
+Tuning = Literal["on", "cached", "off"]
 
 _FORCE_REFERENCE: Mapping[str, ForceReference] = {
     "": "off",
@@ -19,6 +20,7 @@ _FORCE_REFERENCE: Mapping[str, ForceReference] = {
     "1": "family",
     "emulate": "emulate",
 }
+_TUNING: Mapping[str, Tuning] = {"": "on", "on": "on", "cached": "cached", "off": "off"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +40,19 @@ class Settings:
     kernel: str | None = None
     """Name of the only kernel that may be chosen. Whether it exists is the dispatcher's to say."""
 
+    tuning: Tuning = "on"
+    """What start-up may do: `on` measures what the cache lacks; `cached` uses the cache and
+    measures nothing; `off` does neither."""
+
+    cache_dir: Path | None = None
+    """Where measurements are kept from one start to the next: `megamoe` in XDG_CACHE_HOME or in
+    `~/.cache` unless said. None, where there is no home directory, keeps nothing. Neither created
+    nor looked at here."""
+
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read the `MEGAMOE_*` variables as they are at this moment; nothing is cached.
+    """Read the `MEGAMOE_*` variables, XDG_CACHE_HOME and HOME as they are at this moment; nothing
+    is cached.
 
     An unset variable and an empty one mean the same. Raises ValueError, naming the variable, its
     value, what is accepted and the remedy.
@@ -50,6 +62,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         parity_every=_parity_every(environ.get("MEGAMOE_PARITY", "")),
         dump_dir=Path(dump) if (dump := environ.get("MEGAMOE_DUMP")) else None,
         kernel=environ.get("MEGAMOE_KERNEL") or None,
+        tuning=_tuning(environ.get("MEGAMOE_TUNING", "")),
+        cache_dir=_cache_dir(environ),
     )
 
 
@@ -70,3 +84,21 @@ def _parity_every(value: str) -> int:
             "set it to N to judge every Nth call, or unset it"
         )
     return int(value or "0")
+
+
+def _tuning(value: str) -> Tuning:
+    if value not in _TUNING:
+        raise ValueError(
+            f"MEGAMOE_TUNING={value!r} is not one of on, cached, off; set it to cached to measure "
+            "nothing at start-up, or unset it"
+        )
+    return _TUNING[value]
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path | None:
+    if said := environ.get("MEGAMOE_CACHE_DIR"):
+        return Path(said)
+    # A relative XDG_CACHE_HOME is invalid, and ignored, by the XDG specification.
+    if os.path.isabs(base := environ.get("XDG_CACHE_HOME", "")):
+        return Path(base, "megamoe")
+    return Path(home, ".cache", "megamoe") if (home := environ.get("HOME")) else None

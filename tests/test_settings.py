@@ -11,11 +11,14 @@ from megamoe.settings import Settings
 
 def test_empty_environment_is_the_defaults() -> None:
     assert settings.read({}) == Settings()
-    assert Settings() == Settings(force_reference="off", parity_every=0, dump_dir=None, kernel=None)
+    assert Settings() == Settings(
+        force_reference="off", parity_every=0, dump_dir=None, kernel=None, tuning="on",
+        cache_dir=None,
+    )  # fmt: skip
 
 
 def test_empty_values_mean_unset() -> None:
-    names = ("FORCE_REFERENCE", "PARITY", "DUMP", "KERNEL")
+    names = ("FORCE_REFERENCE", "PARITY", "DUMP", "KERNEL", "TUNING", "CACHE_DIR")
     assert settings.read({f"MEGAMOE_{name}": "" for name in names}) == Settings()
 
 
@@ -30,6 +33,13 @@ def test_empty_values_mean_unset() -> None:
         ("MEGAMOE_PARITY", "0250", Settings(parity_every=250)),
         ("MEGAMOE_DUMP", "some/dir", Settings(dump_dir=Path("some/dir"))),
         ("MEGAMOE_KERNEL", "torch_grouped", Settings(kernel="torch_grouped")),
+        ("MEGAMOE_TUNING", "on", Settings()),
+        ("MEGAMOE_TUNING", "cached", Settings(tuning="cached")),
+        ("MEGAMOE_TUNING", "off", Settings(tuning="off")),
+        ("MEGAMOE_CACHE_DIR", "some/dir", Settings(cache_dir=Path("some/dir"))),
+        ("XDG_CACHE_HOME", "/caches", Settings(cache_dir=Path("/caches/megamoe"))),
+        ("XDG_CACHE_HOME", "relative", Settings()),
+        ("HOME", "/home/me", Settings(cache_dir=Path("/home/me/.cache/megamoe"))),
         ("UNRELATED", "1", Settings()),
     ],
 )
@@ -42,6 +52,7 @@ def test_accepted(variable: str, value: str, expected: Settings) -> None:
     [
         *(("MEGAMOE_FORCE_REFERENCE", value) for value in ("2", "true", "EMULATE", " 1", "off")),
         *(("MEGAMOE_PARITY", value) for value in ("-1", "1.5", "1_000", "+1", " 1", "all", "٣")),
+        *(("MEGAMOE_TUNING", value) for value in ("1", "0", "ON", "skip", " on")),
     ],
 )
 def test_refused_in_one_line(variable: str, value: str) -> None:
@@ -51,6 +62,15 @@ def test_refused_in_one_line(variable: str, value: str) -> None:
     assert message.startswith(f"{variable}={value!r} is not ")
     assert "\n" not in message
     assert "unset it" in message
+
+
+def test_the_cache_is_where_it_was_asked_for_first() -> None:
+    environ = {"HOME": "/home/me"}
+    assert settings.read(environ).cache_dir == Path("/home/me/.cache/megamoe")
+    environ["XDG_CACHE_HOME"] = "/caches"
+    assert settings.read(environ).cache_dir == Path("/caches/megamoe")
+    environ["MEGAMOE_CACHE_DIR"] = "here"
+    assert settings.read(environ).cache_dir == Path("here")
 
 
 def test_reads_the_process_environment_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
