@@ -164,7 +164,7 @@ def test_it_is_read_at_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_ids_make_a_judged_call_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
     asked(monkeypatch, 2)
     with layer() as ready:
-        ready._sticky.fill_(True)  # as staging on a GPU does
+        ready._staging.sticky.fill_(True)  # as staging on a GPU does
         ready.forward(CASE.x(), CASE.topk())
         with pytest.raises(BadInput, match="that call's output is invalid"):
             ready.forward(CASE.x(), CASE.topk())

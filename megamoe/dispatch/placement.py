@@ -24,41 +24,24 @@ def physical(placement: Placement) -> Placement:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """Replicas by logical expert, on a device. replicas: int64 [E, most]; counts: int64 [E].
+def replicas(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """The physical experts that hold each logical one, int64 [E, most], and how many, int64 [E].
 
-    identity: physical ids are the logical ones, so that a call need not look them up.
+    None where physical ids are the logical ones.
     """
-
-    replicas: Tensor
-    counts: Tensor
-    identity: bool
-
-    @classmethod
-    def of(cls, placement: Placement, device: torch.device) -> Table:
-        found: list[list[int]] = [[] for _ in range(placement.num_experts)]
-        for rank, slots in enumerate(placement.slots):
-            for position, expert in enumerate(slots):
-                if expert >= 0:
-                    found[expert].append(rank * placement.slots_per_rank + position)
-        most = max((len(f) for f in found), default=1)
-        padded = [f + f[:1] * (most - len(f)) for f in found]
-        return cls(
-            torch.tensor(padded, dtype=torch.int64, device=device).view(-1, most),
-            torch.tensor([len(f) for f in found], dtype=torch.int64, device=device),
-            placement.is_contiguous,
-        )
-
-    def physical_ids(self, ids: Tensor, rank: int) -> Tensor:
-        """Logical ids [T, k] with empty slots as -1, to physical ids; no reading back."""
-        if self.identity or self.replicas.shape[0] == 0:
-            return ids
-        held = ids.clamp(min=0)
-        rows = torch.arange(ids.shape[0], device=ids.device)[:, None]
-        slots = torch.arange(ids.shape[1], device=ids.device)
-        choice = (rank + rows + slots) % self.counts[held]
-        return torch.where(ids < 0, -1, self.replicas[held, choice])
+    if placement.is_contiguous or placement.num_experts == 0:
+        return None
+    found: list[list[int]] = [[] for _ in range(placement.num_experts)]
+    for rank, slots in enumerate(placement.slots):
+        for position, expert in enumerate(slots):
+            if expert >= 0:
+                found[expert].append(rank * placement.slots_per_rank + position)
+    most = max(len(f) for f in found)
+    filled = [f + f[:1] * (most - len(f)) for f in found]
+    return (
+        torch.tensor(filled, dtype=torch.int64, device=device),
+        torch.tensor([len(f) for f in found], dtype=torch.int64, device=device),
+    )
 
 
 def padded(weights: MoEWeights) -> MoEWeights:

@@ -218,7 +218,7 @@ class _Unwatched:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def launch(self, stream: Any = None) -> None:
+    def launch(self, device: torch.device | None = None) -> None:
         return None
 
 
@@ -245,10 +245,11 @@ class _Watched:
             self.ranks._unsettled = False
         return self
 
-    def launch(self, stream: Any = None) -> None:
-        """stream: the GPU's, where the call returns before its work is done."""
+    def launch(self, device: torch.device | None = None) -> None:
+        """device: the GPU, where the call returns before its current stream's work is done."""
         self.launched = True
-        self.watchdog.launch(self.step, stream)
+        on_gpu = device is not None and device.type == "cuda"
+        self.watchdog.launch(self.step, torch.cuda.current_stream(device) if on_gpu else None)
 
     def __exit__(
         self,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megamoe.dispatch.fingerprint import fingerprint
-from megamoe.dispatch.placement import Table, padded, physical
+from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.shared import SharedFFN
-from megamoe.dispatch.staging import clean_ids, stage
 from megamoe.errors import BadInput, MegaMoEError, bad_input
-from megamoe.kernels.base import Context, Kernel
+from megamoe.kernels.base import Context, Kernel, Workspace
+from megamoe.kernels.staging import Staging
 from megamoe.problem import MoEWeights, TopK
 
 Verdict = Callable[[Tensor], None]
@@ -45,8 +45,6 @@ class PreparedWeights:
         self.device = weights.device
         self.family = weights.family
         self._ranks = ranks or Ranks()
-        self._table = Table.of(weights.placement, weights.device)
-        self._sticky = torch.zeros(1, dtype=torch.bool, device=weights.device)
         self._warm = False
         self._watch = watch
         features = decision.kernel.sheet.features
@@ -73,8 +71,21 @@ class PreparedWeights:
         facts = fingerprint(weights, decision)
         facts.update(decision.kernel.must_agree(share, context))
         self._ranks.agree("request", facts)
-        self._kernel: Kernel | None = decision.kernel.prepare(share, context)
-        self._ranks.agree("ready", self._kernel.tactics())
+        kernel = decision.kernel.prepare(share, context)
+        self._kernel: Kernel | None = kernel
+        self._spaces = [kernel.open(request.max_tokens_per_rank)]
+        table = replicas(weights.placement, weights.device)
+        self._staging = Staging(
+            num_experts=request.num_experts,
+            rank=weights.rank,
+            sticky=torch.zeros(1, dtype=torch.bool, device=weights.device),
+            replicas=None if table is None else table[0],
+            counts=None if table is None else table[1],
+            fmt=kernel.rows,
+            stale=kernel.sheet.empty_slots == "stale",
+            order=kernel.order,
+        )
+        self._ranks.gather("ready", "")
 
     # --- the call ---------------------------------------------------------------------------------
 
@@ -100,19 +111,20 @@ class PreparedWeights:
             self._check_capture(kernel)
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
             rounds, step, tokens = self._rounds(x.shape[0], max_tokens)
-            ids = self._table.physical_ids(self._ids(topk.ids), self.rank)
-            weights = topk.weights.to(torch.float32)
-            weights = weights if factor == 1.0 else weights * factor
+            self._check_ids(topk.ids)
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-            verdict = None if self._watch is None else self._watch(x, topk, ids)
-            on_gpu = self.device.type == "cuda"
-            call.launch(torch.cuda.current_stream(self.device) if on_gpu else None)
+            verdict = None
+            if self._watch is not None:
+                verdict = self._watch(x, topk, self._staging.physical(topk.ids))
+            call.launch(self.device)
             shared = None if self._shared is None else self._shared.start(x)
-            for i in range(rounds):
-                part = slice(i * step, (i + 1) * step)
-                sheet = self.decision.kernel.sheet
-                batch = stage(x[part], ids[part], weights[part], sheet=sheet, tokens=tokens)
-                kernel.run(batch, y[part])
+            if rounds == 1:
+                self._run(x, topk.ids, topk.weights, y, tokens, factor)
+            else:
+                for first in range(0, rounds * step, step):
+                    part = slice(first, first + step)
+                    inputs = x[part], topk.ids[part], topk.weights[part]
+                    self._run(*inputs, y[part], tokens, factor, first)
             if self._output_factor != 1.0:
                 y *= self._output_factor  # a power of two: exact after rounding as before it
             if shared is not None:
@@ -208,7 +220,8 @@ class PreparedWeights:
         step = -(-max_tokens // rounds)
         return rounds, step, step
 
-    def _ids(self, ids: Tensor) -> Tensor:
+    def _check_ids(self, ids: Tensor) -> None:
+        """On a CPU, where looking costs nothing; on a GPU staging raises the flag."""
         if ids.device.type == "cpu" and ids.numel():
             low, high = (int(v) for v in torch.aminmax(ids))
             if low < -1 or high >= self.request.num_experts:
@@ -216,20 +229,52 @@ class PreparedWeights:
                     "topk.ids", low if low < -1 else high,
                     f"is outside [-1, {self.request.num_experts})", "use -1 for an empty slot",
                 )  # fmt: skip
-        return clean_ids(ids, self.request.num_experts, self._sticky)
+
+    def _run(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        tokens: int,
+        factor: float = 1.0,
+        first: int = 0,
+    ) -> None:
+        """One round: staged, and launched. tokens: the greatest count of any rank."""
+        space = self._space(tokens)
+        batch = space.inputs(x, self.request.top_k, tokens)
+        self._staging(x, ids, weights, batch, factor=factor, first=first)
+        space.run(batch, out)
+
+    def _space(self, tokens: int) -> Workspace:
+        return self._spaces[0]
 
     # --- the rest of its life ---------------------------------------------------------------------
 
     def warmup(self) -> None:
         """Compile and allocate all that ``forward`` needs; collective."""
-        kernel = self._open()
+        self._open()
         with self._ranks.step("warmup") as call:
-            call.launch()
-            kernel.warmup()
+            call.launch(self.device)
+            for space in self._spaces:
+                for tokens in space.compiles():
+                    self._run(*self._dummy(tokens), tokens)
             if self._shared is not None:
                 self._shared.warmup(self.request.max_tokens_per_rank)
-            self._ranks.agree("tactics", kernel.tactics())
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._ranks.gather("warm", "")
         self._warm = True
+
+    def _dummy(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows of zeros over all experts, and where their output goes."""
+        request, device = self.request, self.device
+        k, experts = request.top_k, request.num_experts
+        x = torch.zeros(tokens, request.hidden_size, dtype=torch.bfloat16, device=device)
+        ids = torch.arange(tokens * k, device=device).view(tokens, k)
+        ids = ids % experts if experts else torch.full_like(ids, -1)
+        weights = torch.full((tokens, k), 1.0 / k, dtype=torch.float32, device=device)
+        return x, ids, weights, torch.empty_like(x)
 
     def check(self) -> None:
         """Raise RankFailure where the ranks' group has failed, BadInput where an id outside [-1, E)
@@ -238,9 +283,10 @@ class PreparedWeights:
         """
         self._ranks.check()
         if self._kernel is not None:
-            self._kernel.check()
-        if bool(self._sticky.item()):
-            self._sticky.zero_()
+            for space in self._spaces:
+                space.check()
+        if bool(self._staging.sticky.item()):
+            self._staging.sticky.zero_()
             raise BadInput(
                 f"topk.ids held a value outside [-1, {self.request.num_experts}) since the last "
                 "check; it was taken as an empty slot, so that call's output is invalid: fix the "
@@ -261,16 +307,26 @@ class PreparedWeights:
             with self._ranks.step("close") as call:
                 self._ranks.gather("close", "")
                 call.launch()
-                try:
-                    kernel.check()
-                except MegaMoEError as error:  # this rank's own: the others still wait for close
-                    flagged = error
-                kernel.close()
+                flagged = self._give_back(kernel)
         finally:
             self._ranks.close()
         self.check()
         if flagged is not None:
             raise flagged
+
+    def _give_back(self, kernel: Kernel) -> MegaMoEError | None:
+        """Close all; the error that a workspace had flagged, which is this rank's own: the others
+        still wait for close."""
+        flagged = None
+        for space in reversed(self._spaces):
+            try:
+                space.check()
+            except MegaMoEError as error:
+                flagged = error
+            space.close()
+        self._spaces = []
+        kernel.close()
+        return flagged
 
     def _open(self) -> Kernel:
         if self._kernel is None:
@@ -286,7 +342,7 @@ class PreparedWeights:
             return
         kernel, self._kernel = self._kernel, None
         if kernel is not None and self._ranks.world_size == 1:
-            kernel.close()
+            self._give_back(kernel)
         elif kernel is not None:  # the others may be elsewhere: nothing collective now
             self._ranks.abandon(error)
             self._ranks.close()

@@ -1,4 +1,4 @@
-"""The one shape of every kernel: a datasheet, its objections, and prepare, run, close.
+"""The one shape of every kernel: a datasheet, its objections, prepare, and workspaces that run.
 
 A kernel computes the routed experts' weighted sum of a *physical* problem: ``world_size`` ranks
 with equal, contiguous experts. Everything else (placement, scaling, empty slots, unequal counts,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import bad_input
-from megamoe.formats import Format
+from megamoe.formats import PLAIN_BF16, Format
 from megamoe.problem import Activation, ExpertWeights, Machine, MoEWeights, Recipe, Request
 
 Feature = Literal[
@@ -85,17 +85,20 @@ class Datasheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One round's staged inputs, as they enter the kernel: contiguous, on the kernel's device.
+    """One round's inputs as they enter a launch: a kernel's own buffers, which staging fills.
 
-    x: BF16 [n, H]; ids: physical experts [n, k] in the datasheet's id_dtype, empty slots as it
-    wants them; weights: float32 [n, k], the scaling factor applied. tokens: the greatest n over
-    all ranks.
+    x: [rows, H], BF16 or codes; scales: of the codes, [rows, columns]; ids: physical experts
+    [rows, k] in the datasheet's id_dtype, empty slots as it wants them; weights: float32 [rows, k],
+    the scaling factor applied. All contiguous. count: this rank's tokens, the first rows; in the
+    others every slot is empty, and x is not read. tokens: the greatest count of any rank.
     """
 
     x: Tensor
     ids: Tensor
     weights: Tensor
+    count: int
     tokens: int
+    scales: Tensor | None = None
 
 
 class Peers(Protocol):
@@ -164,28 +167,72 @@ class Kernel(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Kernel:
-        """Pack the weights and open the kernel's workspaces; collective over the group.
+        """Pack the weights; collective over the group.
 
         weights: this rank's experts, padded to the physical request's equal count. The kernel keeps
         no reference to them beyond its own pack.
         """
 
+    rows: Format = PLAIN_BF16
+    """What token rows enter a launch in: BF16, or E4M3 under a scale."""
+    order: Tensor | None = None
+    """int32 [period]: in each period of columns, place p is taken by column order[p]."""
+
+    @abc.abstractmethod
+    def open(self, capacity: int, tactic: Tactic | None = None) -> Workspace:
+        """Buffers for up to ``capacity`` tokens a rank; collective.
+
+        tactic: the kernel's own knobs; None leaves them to its heuristic.
+        """
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a launch may be captured in a CUDA graph: it reads nothing back."""
+        return True
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of the pack; collective, once, after every workspace is closed."""
+
+
+Tactic = Mapping[str, Any]
+
+
+class Workspace(abc.ABC):
+    """One capacity of a prepared kernel: what a launch reads, and the launch.
+
+    capacity: tokens a rank. sheet, device: of the kernel.
+    """
+
+    capacity: int
+    sheet: Datasheet
+    device: torch.device
+
+    def inputs(self, x: Tensor, top_k: int, tokens: int) -> Batch:
+        """Where one round of x, BF16 [n, H], is staged; tokens: the greatest n of any rank.
+
+        As it stands for kernels that read the caller's rows where these lie.
+        """
+        n = x.shape[0]
+        rows = tokens if self.sheet.equal_counts else n
+        assert rows == n
+        return Batch(
+            x=x
+            if x.is_contiguous()
+            else torch.empty_like(x, memory_format=torch.contiguous_format),
+            ids=torch.empty(rows, top_k, dtype=self.sheet.id_dtype, device=x.device),
+            weights=torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
+            count=n,
+            tokens=tokens,
+        )
+
     @abc.abstractmethod
     def run(self, batch: Batch, out: Tensor) -> None:
         """Write the weighted sum of the routed experts into ``out``, BF16 [n, H]; collective."""
 
-    def warmup(self) -> None:
-        """Compile and allocate all that a later ``run`` would; collective."""
-        return None
-
-    def tactics(self) -> Mapping[str, str]:
-        """What ``prepare`` or ``warmup`` chose and has to be equal on all ranks."""
-        return {}
-
-    @property
-    def capturable(self) -> bool:
-        """Whether ``run`` may be captured in a CUDA graph: it reads nothing back."""
-        return True
+    def compiles(self) -> Sequence[int]:
+        """Token counts of which each needs a launch of its own to compile; ascending."""
+        return (self.capacity,)
 
     def check(self) -> None:
         """Raise MegaMoEError where a launch since the last check flagged its own output as wrong on
@@ -193,9 +240,9 @@ class Kernel(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """Give workspaces back; collective, once."""
+        """Give the buffers back; collective, once."""
+        return None
 
 
 def check_ranks(context: Context) -> None:

@@ -12,14 +12,14 @@ import importlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megamoe.errors import Unsupported, bad_input
-from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
+from megamoe.kernels.base import Batch, Context, Tactic, check_ranks
 from megamoe.kernels.layout import StandaloneWeights
 
 LEAST = "0.7.4"
@@ -134,7 +134,7 @@ def claim(tree: str) -> None:
 class MegaLayer:
     """One ``MoEEpLayer`` in its mega mode, over a kernel's own bytes or a checkpoint's.
 
-    Opening, the first launch and closing are collective, in one order on all ranks.
+    All it does is collective, in one order on all ranks.
     """
 
     def __init__(
@@ -187,32 +187,40 @@ class MegaLayer:
         )
         with environment(context):
             self.layer = api.MoEEpLayer(bootstrap, fleet, pack, backend=mega)
+        self.transformed = weights
+
+    def open(self, capacity: int, tactic: Tactic | None) -> Space:
+        """One of its workspaces; collective. FlashInfer shares it among layers of one geometry."""
+        knobs = None if tactic is None else dict(tactic)
+        with environment(self.context):
+            return Space(self, self.layer.create_workspace(capacity, knobs=knobs))
+
+    def close(self) -> None:
+        with environment(self.context):
+            self.layer.destroy()
+
+
+class Space:
+    """A workspace of a layer: stage and launch as FlashInfer does, or find its buffers."""
+
+    def __init__(self, layer: MegaLayer, handle: Any) -> None:
+        self.layer, self.handle, self.api = layer, handle, layer.api
         self.launched = False
 
-    def run(
-        self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scales: Tensor | None = None
-    ) -> None:
+    def run(self, batch: Batch, out: Tensor) -> None:
         """Stage and launch; ``out`` [n, H] is written in stream order."""
-        with self._first():
-            self.layer.forward(self._tensors(x, ids, weights, scales, out))
+        with self.first():
+            self.layer.layer.forward(self._tensors(batch, out), workspace=self.handle)
         self.launched = True
 
-    def stage(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        scales: Tensor | None = None,
-        *,
-        bucket: int | None = None,
-    ) -> None:
+    def stage(self, batch: Batch, *, bucket: int | None = None) -> None:
         """Copy a call's inputs into the workspace, for one ``compute``.
 
         bucket: the greatest count of any rank, where the kernel's choice follows it.
         """
-        with self._first():
-            self.layer.stage_inputs(
-                self._tensors(x, ids, weights, scales), compile_tokens_per_rank=bucket
+        with self.first():
+            self.layer.layer.stage_inputs(
+                self._tensors(batch), workspace=self.handle, compile_tokens_per_rank=bucket
             )
 
     def compute(self, out: Tensor, *, view: bool = False) -> None:
@@ -220,19 +228,43 @@ class MegaLayer:
 
         view: whether the kernel is to write its own buffer, from which ``out`` is copied.
         """
-        with self._first():
-            y = self.layer.compute_staged(output=None if view else out)
+        with self.first():
+            y = self.layer.layer.compute_staged(output=None if view else out)
         if view:
             out.copy_(y)
         self.launched = True
 
-    def workspace_storage(self, name: str) -> Tensor:
-        """A buffer of the workspace, by FlashInfer's name for it; there from the first staging on.
+    def buffer(self, name: str) -> Tensor:
+        """A buffer that staging fills or a launch writes, by FlashInfer's name for it."""
+        return self._found(name, lambda: getattr(self.handle._backend_workspace, name))
+
+    def storage(self, name: str) -> Tensor:
+        """A buffer of the workspace's storage, there from the first staging on.
 
         FlashInfer shows it by a function that synchronises; this one can be captured.
         """
+        return self._found(name, lambda: self.handle._backend_workspace.storage[name])
+
+    def thunk(self, module: str, name: str) -> Callable[[], None]:
+        """A launch on what lies in the buffers, with its arguments built once.
+
+        For the current stream. The first one compiles and allocates, which is collective; the
+        output lies in the workspace's ``output_activation``.
+        """
+        make = getattr(load(module), name, None)
+        if make is None:
+            raise Unsupported(
+                f"the installed FlashInfer has no {name}; these adapters were written for {LEAST}"
+            )
+        first, second = self.layer.transformed
+        with self.first():
+            made: Callable[[], None] = make(first, second, self.handle._backend_workspace)
+        self.launched = True
+        return made
+
+    def _found(self, name: str, find: Callable[[], Any]) -> Tensor:
         try:
-            found: Tensor = self.layer._workspace.storage[name]
+            found: Tensor = find()
         except (AttributeError, KeyError) as error:
             raise Unsupported(
                 f"the installed FlashInfer keeps no {name} in its workspace ({error}); these "
@@ -240,48 +272,28 @@ class MegaLayer:
             ) from error
         return found
 
-    def _tensors(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        scales: Tensor | None,
-        out: Tensor | None = None,
-    ) -> Any:
+    def _tensors(self, batch: Batch, out: Tensor | None = None) -> Any:
         return self.api.MoEEpTensors(
-            hidden_states=x, topk_ids=ids, topk_weights=weights, scales=scales, output=out
+            hidden_states=batch.x,
+            topk_ids=batch.ids,
+            topk_weights=batch.weights,
+            scales=batch.scales,
+            output=out,
         )
 
-    def _first(self) -> contextlib.AbstractContextManager[None]:
+    def first(self) -> contextlib.AbstractContextManager[None]:
         """Around the first launch, which allocates and compiles."""
-        return contextlib.nullcontext() if self.launched else environment(self.context)
+        return contextlib.nullcontext() if self.launched else environment(self.layer.context)
 
     def close(self) -> None:
-        with environment(self.context):
-            self.layer.destroy()
+        with environment(self.layer.context):
+            self.handle.destroy()
 
 
 def _ordinal(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-def warmup_batch(
-    context: Context, sheet: Datasheet, tokens: int | None = None
-) -> tuple[Batch, Tensor]:
-    """A batch of zeros over all experts, full where not said, and where its output goes."""
-    request, device = context.request, context.device
-    n, k = tokens or request.max_tokens_per_rank, request.top_k
-    x = torch.zeros(n, request.hidden_size, dtype=torch.bfloat16, device=device)
-    ids = torch.arange(n * k, device=device).view(n, k) % request.num_experts
-    weights = torch.full((n, k), 1.0 / k, dtype=torch.float32, device=device)
-    return Batch(x=x, ids=ids.to(sheet.id_dtype), weights=weights, tokens=n), torch.empty_like(x)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- the buffers of flashinfer.megamoe ----------------------------------------------------------
@@ -296,12 +308,12 @@ class SharedBuffer:
     _open: ClassVar[dict[tuple[Any, ...], SharedBuffer]] = {}
 
     @classmethod
-    def of(cls, context: Context) -> SharedBuffer:
+    def of(cls, context: Context, capacity: int) -> SharedBuffer:
         request = context.request
         limit = request.activation.limit
         fields = {
             "num_experts": request.num_experts,
-            "num_max_tokens_per_rank": request.max_tokens_per_rank,
+            "num_max_tokens_per_rank": capacity,
             "num_topk": request.top_k,
             "hidden": request.hidden_size,
             "intermediate_hidden": request.intermediate_size,
@@ -311,44 +323,45 @@ class SharedBuffer:
         key = (id(context.group), context.rank, context.device, *fields.values())
         found = cls._open.get(key)
         if found is None:
-            found = cls._open[key] = cls(context, key, fields)
+            found = cls._open[key] = cls(context, key, fields, capacity)
         found.users += 1
         return found
 
-    def __init__(self, context: Context, key: tuple[Any, ...], fields: dict[str, Any]) -> None:
+    def __init__(
+        self, context: Context, key: tuple[Any, ...], fields: dict[str, Any], capacity: int
+    ) -> None:
         self.key, self.users = key, 0
         self.api = load("megamoe")
         self.group, self.owned = _group(context)
         self.buffer = build(self.api, "MegaMoESymmBuffer", {"group": self.group, **fields})
         # The kernel writes as many rows as all ranks agreed on, the caller wants this rank's.
         self.rows = torch.empty(
-            context.request.max_tokens_per_rank,
-            context.request.hidden_size,
-            dtype=torch.bfloat16,
-            device=context.device,
+            capacity, context.request.hidden_size, dtype=torch.bfloat16, device=context.device
         )
 
+    def inputs(self, count: int, tokens: int) -> Batch:
+        """Its own rows, which a launch of ``tokens`` rows reads."""
+        b = self.buffer
+        return Batch(
+            x=b.x[:tokens], scales=b.x_sf[:tokens], ids=b.topk_idx[:tokens],
+            weights=b.topk_weights[:tokens], count=count, tokens=tokens,
+        )  # fmt: skip
+
     def run(
-        self,
-        entry: str,
-        packed: StandaloneWeights,
-        rows: tuple[Tensor, Tensor],
-        batch: Batch,
-        out: Tensor,
-        **options: Any,
+        self, entry: str, packed: StandaloneWeights, batch: Batch, out: Tensor, **options: Any
     ) -> None:
-        """Stage codes and scales with the batch's routing, launch, and hand over ``out``'s rows."""
-        count = batch.x.shape[0]
-        if count == 0:
+        """Launch on what was staged, and hand over ``out``'s rows."""
+        rows = batch.tokens
+        if rows == 0:
             return  # then no rank has a token, and the kernel takes no empty batch
-        self.buffer.stage(*rows, batch.ids, batch.weights)
-        y = out if out.shape[0] == count else self.rows[:count]
+        self.buffer.commit_staged(rows)
+        y = out if out.shape[0] == rows else self.rows[:rows]
         getattr(self.api, entry)(
             y,
             packed.l1,
             packed.l2,
             self.buffer,
-            num_tokens=count,
+            num_tokens=rows,
             l1_global_scales=packed.l1_global,
             l2_global_scales=packed.l2_global,
             **options,

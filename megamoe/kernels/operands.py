@@ -1,8 +1,4 @@
-"""What enters a kernel besides its layout: experts as checkpoints name them, activations in codes.
-
-A kernel that takes quantised activations gets them from here, never from its own staging, so that
-what it computes with is what the reference judges.
-"""
+"""Experts as checkpoints name them, and the formats in which kernels hold what lies between."""
 
 from __future__ import annotations
 
@@ -20,13 +16,11 @@ from megamoe.formats import (
     E8M0,
     FP8_BLOCK128,
     FP32,
-    MXFP8,
     Format,
     Quantised,
     ScaleRule,
     dequantise,
 )
-from megamoe.kernels import coding
 from megamoe.kernels.layout import CanonicalExperts, balance_nvfp4, neutral_zero_blocks
 from megamoe.problem import ExpertWeights
 
@@ -72,53 +66,6 @@ FP8_MATRIX: Final = Format(name="fp8_matrix", element=E4M3, scale=FP32)
 
 FP8_64X128: Final = Format(name="fp8_64x128", element=E4M3, block=(64, 128), scale=FP32)
 """Gate and up blocks of 64 rows that share scales: what the pull FP8 kernel holds."""
-
-
-def coded(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """BF16 rows [n, H] as E4M3 codes [n, H] and float32 scales [n, H / block] or [n, 1].
-
-    The codes and scales of ``formats.quantise``, from float32 operations that a CUDA graph can
-    hold, or from the one fused kernel where it runs. fmt: E4M3 with a scale for columns of a row,
-    amax over 448 by true divisions, 1 for zeros.
-    """
-    if coding.serves(x):
-        return coding.code(x, fmt)
-    rule, top = fmt.rule, fmt.element.max
-    assert rule is not None
-    assert (rule.kind, rule.quotient, rule.apply) == ("amax", "divide", "divide")
-    assert (fmt.element, fmt.block[0]) == (E4M3, 1)
-    blocks = x.to(torch.float32).unflatten(1, (-1, fmt.block[1] or x.shape[1]))
-    amax = blocks.abs().amax(dim=-1)
-    scale = amax / torch.full_like(amax, top)  # a tensor: by a number it would be a reciprocal
-    scale = torch.where(scale == 0, 1.0, scale)
-    scale = torch.where(amax.isfinite(), scale, torch.nan)
-    codes = (blocks / scale[..., None]).clamp(-top, top).to(torch.float8_e4m3fn)
-    return codes.flatten(1), scale
-
-
-def mx_coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """BF16 rows [n, H] as E4M3 codes [n, H] and E8M0 scales [n, H / 32], as ``formats.MXFP8``."""
-    if coding.serves(x):
-        data, powers = coding.code(x, MXFP8)
-        return data, powers.view(torch.float8_e8m0fnu)
-    blocks = x.to(torch.float32).unflatten(1, (-1, 32))
-    amax = blocks.abs().amax(dim=-1)
-    bits = (amax / torch.full_like(amax, E4M3.max)).view(torch.int32)
-    field, mantissa = bits >> 23, bits & 0x7FFFFF
-    # Up to the next power of two; below the float32 normals there is 2**-127 alone.
-    above = torch.where(field == 0, mantissa > 1 << 22, mantissa != 0)
-    exponent = torch.where(amax.isfinite(), (field + above).clamp(max=254), 0xFF)
-    scale = torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
-    scale = torch.where(amax.isfinite(), scale, torch.nan)
-    codes = (blocks / scale[..., None]).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
-    return codes.flatten(1), exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def static_coded(x: Tensor, scale: float) -> Tensor:
-    """BF16 rows [n, H] as E4M3 codes under a scale that is given; past 448 they saturate."""
-    wide = x.to(torch.float32)
-    top = E4M3.max
-    return (wide / torch.full_like(wide, scale)).clamp(-top, top).to(torch.float8_e4m3fn)
 
 
 # --- experts --------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from megamoe.formats import CATALOGUE
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, check_ranks
+from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
+from megamoe.kernels.plain import PlainKernel
 from megamoe.problem import BF16_COMBINE, MoEWeights, Recipe, Request, family_recipe
 from megamoe.reference import parallel
 from megamoe.reference.moe import Emulated
 
 
-class Reference(Kernel):
+class Reference(PlainKernel):
     """Correctly rounded, bit for bit the same everywhere, and slow: the judge of all others."""
 
     sheet = Datasheet(
@@ -49,7 +50,7 @@ class Reference(Kernel):
         return cls(weights, Emulated(recipe), context)
 
     def __init__(self, weights: MoEWeights, arithmetic: Emulated, context: Context) -> None:
-        self.weights, self.arithmetic = weights, arithmetic
+        self.weights, self.arithmetic, self.context = weights, arithmetic, context
         self.group, self.peers = context.group, context.peers
 
     def run(self, batch: Batch, out: Tensor) -> None:
@@ -63,6 +64,3 @@ class Reference(Kernel):
     @property
     def capturable(self) -> bool:
         return False  # it looks at every value
-
-    def close(self) -> None:
-        return None

@@ -7,19 +7,20 @@ cake_geometry.py, cake_staging.py, cake_backend.py) and moe_ep/kernel_src/sm120/
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from megamoe.errors import MegaMoEError
+import torch
+
 from megamoe.formats import BF16, MXFP4, MXFP8
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import view_mxfp4
-from megamoe.kernels.operands import SM120_MID, canonical, mx_coded
-from megamoe.problem import Machine, MoEWeights, Recipe, Request
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import CanonicalExperts, view_mxfp4
+from megamoe.kernels.mega import CodedWorkspace, MegaKernel
+from megamoe.kernels.operands import SM120_MID, canonical
+from megamoe.problem import ExpertWeights, Machine, Recipe, Request
 
 
-class Sm120Mxfp4Cake(Kernel):
+class Sm120Mxfp4Cake(MegaKernel):
     """32 columns a scale before FC1 and FC2; routing weight in FC2's input.
 
     Results travel in blocks of 64 values, compressed without loss where they can be, and a call
@@ -77,57 +78,39 @@ class Sm120Mxfp4Cake(Kernel):
             reasons.append(f"takes a limit from 1 to 65504, not {limit:g}")
         return tuple(reasons)
 
+    config = "Sm120_Mxfp4_Mxfp8_Bf16_Cake_MegaMoeConfig"
+    rows = sheet.recipe.act
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm120Mxfp4Cake:
-        viewed = view_mxfp4(canonical(weights.experts))
-        flashinfer.together(context)
-        pack = flashinfer.build(
+    def pack(cls, experts: ExpertWeights, context: Context) -> CanonicalExperts:
+        return view_mxfp4(canonical(experts))
+
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {
+            "swiglu_limit": int(context.request.activation.limit or 0),
+            "codec_overflow_blocks": max(16, context.request.hidden_size // 64),
+        }
+
+    @classmethod
+    def handed(cls, packed: CanonicalExperts, context: Context) -> Any:
+        return flashinfer.build(
             flashinfer.load("moe_ep"),
             "MoEWeightPack",
             {
-                "w13": viewed.w13,
-                "w2": viewed.w2,
-                "w13_scale": viewed.w13_scale,
-                "w2_scale": viewed.w2_scale,
+                "w13": packed.w13,
+                "w2": packed.w2,
+                "w13_scale": packed.w13_scale,
+                "w2_scale": packed.w2_scale,
             },
         )
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm120_Mxfp4_Mxfp8_Bf16_Cake_MegaMoeConfig",
-            None,
-            pack=pack,
-            quantised=True,
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            swiglu_limit=int(context.request.activation.limit or 0),
-            codec_overflow_blocks=max(16, context.request.hidden_size // 64),
-        )
-        return cls(layer)
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
-        self.flagged = torch.zeros(1, dtype=torch.int32, device=layer.context.device)
+    def __init__(self, packed: CanonicalExperts, context: Context) -> None:
+        super().__init__(packed, context)
+        self.packed = None  # FlashInfer made the kernel's own bytes of it, and keeps what it needs
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes, scales = mx_coded(batch.x)
-        self.layer.stage(codes, batch.ids, batch.weights, scales, bucket=batch.tokens)
-        self.layer.compute(out)
-        # The next launch clears its flag.
-        flag = self.layer.workspace_storage("protocol_error")
-        self.flagged.bitwise_or_(flag.view(torch.int32)[:1])
+    def opened(self, weights: Any, *, pack: Any = None) -> flashinfer.MegaLayer:
+        return super().opened(None, pack=weights)
 
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def check(self) -> None:
-        if bool(self.flagged.item()):
-            self.flagged.zero_()
-            raise MegaMoEError(
-                "sm120_mxfp4_cake flagged a protocol error on this rank since the last check, so "
-                "the output of that call is invalid on every rank: close the layer and prepare it "
-                "again"
-            )
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> CodedWorkspace:
+        return CodedWorkspace(self, capacity, tactic, bucketed=True, flag="protocol_error")

@@ -8,18 +8,20 @@ kernel_combine_reduce.py for the sum, heuristic.py for what is pinned here).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from megamoe.formats import BF16, MXFP4, MXFP8
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import pack_sm120_split
-from megamoe.kernels.operands import SM120_MID, canonical, mx_coded
-from megamoe.problem import Machine, MoEWeights, Recipe, Request
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import Sm120Weights, pack_sm120_split
+from megamoe.kernels.mega import CodedWorkspace, MegaKernel
+from megamoe.kernels.operands import SM120_MID, canonical
+from megamoe.problem import ExpertWeights, Machine, Recipe, Request
 
 
-class Sm120Mxfp4Split(Kernel):
+class Sm120Mxfp4Split(MegaKernel):
     """32 columns a scale before FC1 and FC2; routing weight in FC2's input.
 
     By shape and device the kernel would sum the slots of each rank first, so that bits would follow
@@ -65,43 +67,28 @@ class Sm120Mxfp4Split(Kernel):
             return (f"takes at most as many slots as experts, {held}, not {request.top_k}",)
         return ()
 
+    config = "Sm120_Mxfp4_Mxfp8_Bf16_Cutedsl_MegaMoeConfig"
+    tree = "SM120 split"
+    rows = sheet.recipe.act
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm120Mxfp4Split:
-        packed = pack_sm120_split(canonical(weights.experts))
-        flashinfer.together(context)
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm120_Mxfp4_Mxfp8_Bf16_Cutedsl_MegaMoeConfig",
-            packed.transformed(),
-            quantised=True,
-            tree="SM120 split",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            gate_up_clamp=context.request.activation.limit,
-            knobs={"rank_local_combine": False},
-        )
-        return cls(layer)
+    def pack(cls, experts: ExpertWeights, context: Context) -> Sm120Weights:
+        return pack_sm120_split(canonical(experts))
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {
+            "gate_up_clamp": context.request.activation.limit,
+            "knobs": {"rank_local_combine": False},
+        }
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes, scales = mx_coded(batch.x)
-        bucket = max(1, batch.tokens)
-        self.layer.stage(codes, batch.ids, batch.weights, scales, bucket=bucket)
-        self.layer.compute(out, view=True)
+    def open(self, capacity: int, tactic: Tactic | None = None) -> SplitWorkspace:
+        return SplitWorkspace(self, capacity, tactic, bucketed=True, view=True)
 
-    def warmup(self) -> None:
-        for tokens in self.buckets():
-            self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet, tokens))
-        flashinfer.synchronise(self.layer.context.device)
 
-    def buckets(self) -> list[int]:
-        """The token counts that are compiled apart, up to the capacity; ascending."""
-        capacity = self.layer.context.request.max_tokens_per_rank
+class SplitWorkspace(CodedWorkspace):
+    def compiles(self) -> list[int]:
+        """One count of each bucket that is compiled apart."""
         tree = flashinfer.load("moe_ep.kernel_src.sm120.split_cutedsl_megakernel")
-        chosen = (tree.select_graph_compile_bucket(n, capacity) for n in range(1, capacity + 1))
-        return sorted(set(chosen))
-
-    def close(self) -> None:
-        self.layer.close()
+        counts = range(1, self.capacity + 1)
+        return sorted({tree.select_graph_compile_bucket(n, self.capacity) for n in counts})

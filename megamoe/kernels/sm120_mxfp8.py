@@ -8,22 +8,22 @@ the sum).
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from megamoe.formats import BF16, MXFP8
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import pack_sm120_mxfp8
-from megamoe.kernels.operands import SM120_MID, canonical, mx_coded
-from megamoe.problem import MoEWeights, Recipe
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import Sm120Weights, pack_sm120_mxfp8
+from megamoe.kernels.mega import CodedWorkspace, MegaKernel
+from megamoe.kernels.operands import SM120_MID, canonical
+from megamoe.problem import ExpertWeights, Recipe
 
 TILE: Final = (64, 64, 128)
 
 
-class Sm120Mxfp8(Kernel):
+class Sm120Mxfp8(MegaKernel):
     """32 columns a scale before FC1 and FC2; routing weight in FC2's input.
 
     The tile of 64 tokens is pinned here too, as FlashInfer's layer does where nothing is said: the
@@ -59,33 +59,17 @@ class Sm120Mxfp8(Kernel):
         notes=("holds w2 as loaded, and a copy of w13 and of the scales in the kernel's order",),
     )
 
+    config = "Sm120_Mxfp8_Mxfp8_Bf16_Cutedsl_MegaMoeConfig"
+    tree = "SM120 swap-AB"
+    rows = sheet.recipe.act
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm120Mxfp8:
-        packed = pack_sm120_mxfp8(canonical(weights.experts))
-        flashinfer.together(context)
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm120_Mxfp8_Mxfp8_Bf16_Cutedsl_MegaMoeConfig",
-            packed.transformed(),
-            quantised=True,
-            tree="SM120 swap-AB",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            knobs={"mma_tiler_mnk": TILE},
-        )
-        return cls(layer)
+    def pack(cls, experts: ExpertWeights, context: Context) -> Sm120Weights:
+        return pack_sm120_mxfp8(canonical(experts))
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {"knobs": {"mma_tiler_mnk": TILE}}
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes, scales = mx_coded(batch.x)
-        self.layer.stage(codes, batch.ids, batch.weights, scales)
-        self.layer.compute(out)
-
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> CodedWorkspace:
+        return CodedWorkspace(self, capacity, tactic)

@@ -8,7 +8,7 @@ topk_reduce.py for the sum).
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
 from megamoe.formats import (
     BF16,
@@ -20,13 +20,14 @@ from megamoe.formats import (
     PLAIN_BF16,
 )
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import pack_pull_bf16
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import PullBf16Weights, pack_pull_bf16
+from megamoe.kernels.mega import MegaKernel, PullWorkspace
 from megamoe.kernels.operands import exact_bf16
-from megamoe.problem import MoEWeights, Recipe
+from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90PullBf16(Kernel):
+class Sm90PullBf16(MegaKernel):
     """BF16 throughout, float32 accumulation, the routing weight inside FC2's input."""
 
     sheet = Datasheet(
@@ -61,31 +62,16 @@ class Sm90PullBf16(Kernel):
         ),
     )
 
+    config = "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig"
+    tree = "SM90 pull"
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullBf16:
-        packed = pack_pull_bf16(exact_bf16(weights.experts))
-        flashinfer.together(context)
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig",
-            packed.transformed(),
-            quantised=False,
-            tree="SM90 pull",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            gate_up_clamp=context.request.activation.limit,
-        )
-        return cls(layer)
+    def pack(cls, experts: ExpertWeights, context: Context) -> PullBf16Weights:
+        return pack_pull_bf16(exact_bf16(experts))
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {"gate_up_clamp": context.request.activation.limit}
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        self.layer.run(batch.x, batch.ids, batch.weights, out)
-
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
+        return PullWorkspace(self, capacity, tactic, launch="hopper_bf16_mega_launch_thunk")

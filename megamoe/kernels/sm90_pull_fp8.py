@@ -8,9 +8,9 @@ weights, staging) and moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel/src/m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megamoe.errors import Unsupported
 from megamoe.formats import (
@@ -26,28 +26,29 @@ from megamoe.formats import (
     ScaleRule,
 )
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
 from megamoe.kernels.layout import (
+    PullFp8Weights,
     pack_pull_fp8,
     pack_pull_fp8_per_tensor,
     unpack_pull_fp8,
     unpack_pull_fp8_per_tensor,
 )
+from megamoe.kernels.mega import MegaKernel, PullWorkspace
 from megamoe.kernels.operands import (
     FP8_64X128,
     PULL_MID,
     block_fp8,
     canonical,
-    coded,
     matrix_fp8,
-    static_coded,
 )
 from megamoe.problem import ExpertWeights, MoEWeights, Recipe
 
 CONFIG = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
+LAUNCH = "hopper_fp8_mega_launch_thunk"
 
 
-class Sm90PullFp8(Kernel):
+class Sm90PullFp8(MegaKernel):
     """128 columns a scale before FC1, 64 before FC2; routing weight in FC2's input."""
 
     sheet = Datasheet(
@@ -84,39 +85,26 @@ class Sm90PullFp8(Kernel):
     def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
         return block_fp8(unpack_pull_fp8(pack_pull_fp8(canonical(experts))), FP8_64X128)
 
+    config = CONFIG
+    tree = "SM90 pull"
+    rows = sheet.recipe.act
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullFp8:
-        packed = pack_pull_fp8(canonical(weights.experts))
-        flashinfer.together(context)
-        layer = flashinfer.MegaLayer(
-            context,
-            CONFIG,
-            packed.transformed(),
-            quantised=True,
-            tree="SM90 pull",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            gate_up_clamp=context.request.activation.limit,
-            fp8_scale_mode="blockwise",
-        )
-        return cls(layer)
+    def pack(cls, experts: ExpertWeights, context: Context) -> PullFp8Weights:
+        return pack_pull_fp8(canonical(experts))
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {
+            "gate_up_clamp": context.request.activation.limit,
+            "fp8_scale_mode": "blockwise",
+        }
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes, scales = coded(batch.x, self.sheet.recipe.act)
-        self.layer.run(codes, batch.ids, batch.weights, out, scales)
-
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
+        return PullWorkspace(self, capacity, tactic, launch=LAUNCH)
 
 
-class Sm90PullFp8Tensor(Kernel):
+class Sm90PullFp8Tensor(MegaKernel):
     """One scale a matrix, and one static scale for the activations before each of FC1 and FC2.
 
     The activation scales come from a calibration (``Context.options["activation_scales"]``), are
@@ -169,47 +157,34 @@ class Sm90PullFp8Tensor(Kernel):
     def must_agree(cls, weights: MoEWeights, context: Context) -> Mapping[str, str]:
         return {"activation scales": str(activation_scales(context))}
 
+    config = CONFIG
+    tree = "SM90 pull"
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullFp8Tensor:
+    def pack(cls, experts: ExpertWeights, context: Context) -> PullFp8Weights:
         fc1_scale, fc2_scale = activation_scales(context)
-        packed = pack_pull_fp8_per_tensor(
-            canonical(weights.experts),
+        return pack_pull_fp8_per_tensor(
+            canonical(experts),
             fc1_activation_scale=fc1_scale,
             fc2_activation_scale=fc2_scale,
         )
-        flashinfer.together(context)
-        layer = flashinfer.MegaLayer(
-            context,
-            CONFIG,
-            packed.transformed(),
-            quantised=True,
-            tree="SM90 pull",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            gate_up_clamp=context.request.activation.limit,
-            fp8_scale_mode="per_tensor",
-            fc1_activation_dequant_scale=fc1_scale,
-            fc2_activation_dequant_scale=fc2_scale,
-        )
-        return cls(layer, fc1_scale)
 
-    def __init__(self, layer: flashinfer.MegaLayer, scale: float) -> None:
-        self.layer, self.scale = layer, scale
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        fc1_scale, fc2_scale = activation_scales(context)
+        return {
+            "gate_up_clamp": context.request.activation.limit,
+            "fp8_scale_mode": "per_tensor",
+            "fc1_activation_dequant_scale": fc1_scale,
+            "fc2_activation_dequant_scale": fc2_scale,
+        }
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes = static_coded(batch.x, self.scale)
-        n, blocks = codes.shape[0], -(-codes.shape[1] // 32)
-        # A plane of ones that travels with the tokens and scales nothing.
-        ones = torch.full((n, blocks), 127, dtype=torch.uint8, device=codes.device)
-        scales = ones.view(torch.float8_e8m0fnu)
-        self.layer.run(codes, batch.ids, batch.weights, out, scales)
+    def __init__(self, packed: PullFp8Weights, context: Context) -> None:
+        self.rows = static(activation_scales(context)[0])
+        super().__init__(packed, context)
 
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
+        return PullWorkspace(self, capacity, tactic, launch=LAUNCH)
 
 
 def static(scale: float) -> Format:

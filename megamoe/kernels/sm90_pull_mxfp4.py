@@ -7,18 +7,20 @@ staging) and moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel/src/moe_hopper
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from megamoe.formats import BF16, FP8_ROW, MXFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import pack_pull_mxfp4, unpack_pull_mxfp4
-from megamoe.kernels.operands import PULL_MID, canonical, coded, fp4, neutral
-from megamoe.problem import ExpertWeights, MoEWeights, Recipe
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import PullMxfp4Weights, pack_pull_mxfp4, unpack_pull_mxfp4
+from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.operands import PULL_MID, canonical, fp4, neutral
+from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90PullMxfp4(Kernel):
+class Sm90PullMxfp4(MegaKernel):
     """One scale a token before FC1, one for 64 columns before FC2; weight in FC2's input."""
 
     sheet = Datasheet(
@@ -57,32 +59,17 @@ class Sm90PullMxfp4(Kernel):
     def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
         return fp4(unpack_pull_mxfp4(pack_pull_mxfp4(neutral(canonical(experts)))), MXFP4)
 
+    config = "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig"
+    tree = "SM90 pull"
+    rows = sheet.recipe.act
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullMxfp4:
-        packed = pack_pull_mxfp4(neutral(canonical(weights.experts)))
-        flashinfer.together(context)
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig",
-            packed.transformed(),
-            quantised=True,
-            tree="SM90 pull",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            gate_up_clamp=context.request.activation.limit,
-        )
-        return cls(layer)
+    def pack(cls, experts: ExpertWeights, context: Context) -> PullMxfp4Weights:
+        return pack_pull_mxfp4(neutral(canonical(experts)))
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {"gate_up_clamp": context.request.activation.limit}
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes, scales = coded(batch.x, self.sheet.recipe.act)
-        self.layer.run(codes, batch.ids, batch.weights, out, scales)
-
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
+        return PullWorkspace(self, capacity, tactic, launch="hopper_mxfp4_mega_launch_thunk")

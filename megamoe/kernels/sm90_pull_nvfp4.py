@@ -7,18 +7,28 @@ nvfp4_conversion.py; src/moe_hopper_fp8/epilogue_fp8_swapab.py for the rounding 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megamoe.formats import BF16, FP8_ROW, NVFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import PULL_TOP, pack_pull_nvfp4, pull_nvfp4_operand
-from megamoe.kernels.operands import PULL_MID, balanced, canonical, coded, nvfp4_operands
-from megamoe.problem import ExpertWeights, MoEWeights, Recipe
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import (
+    NVFP4_KPERM,
+    PULL_TOP,
+    PullNvfp4Weights,
+    pack_pull_nvfp4,
+    permute_columns,
+    pull_nvfp4_operand,
+)
+from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.operands import PULL_MID, balanced, canonical, nvfp4_operands
+from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90PullNvfp4(Kernel):
+class Sm90PullNvfp4(MegaKernel):
     """One scale a token before FC1, one for 64 columns before FC2; weight in FC2's input."""
 
     sheet = Datasheet(
@@ -59,36 +69,33 @@ class Sm90PullNvfp4(Kernel):
         found = balanced(canonical(experts), PULL_TOP)
         return nvfp4_operands(found, pull_nvfp4_operand, 8.0)
 
+    config = "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig"
+    tree = "SM90 pull"
+    rows = sheet.recipe.act
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PullNvfp4:
-        packed = pack_pull_nvfp4(balanced(canonical(weights.experts), PULL_TOP))
-        flashinfer.together(context)
+    def pack(cls, experts: ExpertWeights, context: Context) -> PullNvfp4Weights:
+        return pack_pull_nvfp4(balanced(canonical(experts), PULL_TOP))
+
+    @classmethod
+    def handed(cls, packed: PullNvfp4Weights, context: Context) -> Any:
         tagged = flashinfer.load(
             "moe_ep.backends.mega.kernel.sm90.fp8_nvfp4_bf16_pull_cutedsl.weights"
-        ).TransformedMegaWeights(*packed.legs(), nvfp4_kperm=packed.kperm)
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig",
-            tagged,
-            quantised=True,
-            tree="SM90 pull",
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            gate_up_clamp=context.request.activation.limit,
-            nvfp4_kperm=packed.kperm,
-        )
-        return cls(layer)
+        ).TransformedMegaWeights
+        return tagged(*packed.legs(), nvfp4_kperm=packed.kperm)
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {"gate_up_clamp": context.request.activation.limit, "nvfp4_kperm": NVFP4_KPERM}
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        codes, scales = coded(batch.x, self.sheet.recipe.act)
-        self.layer.run(codes, batch.ids, batch.weights, out, scales)
+    def __init__(self, packed: PullNvfp4Weights, context: Context) -> None:
+        self.order = column_order(packed.kperm, context.device)
+        super().__init__(packed, context)
 
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
+    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
+        return PullWorkspace(self, capacity, tactic, launch="hopper_nvfp4_mega_launch_thunk")
 
-    def close(self) -> None:
-        self.layer.close()
+
+def column_order(period: int, device: torch.device) -> Tensor:
+    """int32 [period]: the columns of a period in the order in which the kernel reads them."""
+    return permute_columns(torch.arange(period), period).to(torch.int32).to(device)

@@ -8,8 +8,9 @@ cake_combine_tail_bf16.cu for the rounding points).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from megamoe.formats import (
     BF16,
@@ -21,13 +22,14 @@ from megamoe.formats import (
     PLAIN_BF16,
 )
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import pack_push_bf16
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import PushBf16Weights, pack_push_bf16
+from megamoe.kernels.mega import MegaKernel, MegaWorkspace
 from megamoe.kernels.operands import exact_bf16
-from megamoe.problem import MoEWeights, Recipe
+from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90PushBf16(Kernel):
+class Sm90PushBf16(MegaKernel):
     """BF16 throughout, float32 accumulation, each expert's BF16 output weighted and rounded again.
 
     Of the kernel's three ways to send results back, the one that rounds each slot by itself
@@ -67,42 +69,32 @@ class Sm90PushBf16(Kernel):
         ),
     )
 
+    config = "Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig"
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PushBf16:
-        packed = pack_push_bf16(exact_bf16(weights.experts))
-        flashinfer.together(context)
-        transformed = flashinfer.build(
+    def pack(cls, experts: ExpertWeights, context: Context) -> PushBf16Weights:
+        return pack_push_bf16(exact_bf16(experts))
+
+    @classmethod
+    def handed(cls, packed: PushBf16Weights, context: Context) -> Any:
+        return flashinfer.build(
             flashinfer.load("moe_ep.kernel_src.sm90.cake_bf16_megamoe"),
             "Sm90CakeBf16Weights",
             {
                 "w13": packed.w13,
                 "w2": packed.w2,
-                "num_local_experts": weights.experts.count,
+                "num_local_experts": packed.w13.shape[0],
                 "hidden_size": context.request.hidden_size,
                 "intermediate_size": context.request.intermediate_size,
             },
         )
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig",
-            transformed,
-            quantised=False,
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            clamp_limit=context.request.activation.limit,
-            combine_wire="per_route",
-        )
-        return cls(layer)
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {
+            "clamp_limit": context.request.activation.limit,
+            "combine_wire": "per_route",
+        }
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        self.layer.run(batch.x, batch.ids, batch.weights, out)
-
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> MegaWorkspace:
+        return MegaWorkspace(self, capacity, tactic)

@@ -8,8 +8,9 @@ combine_publish_kernel and combine_reduce_kernel for the rounding points).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from megamoe.formats import (
     BF16,
@@ -19,13 +20,14 @@ from megamoe.formats import (
     FP8_BLOCK128_E8M0,
 )
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
-from megamoe.kernels.layout import pack_push_fp8
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.layout import PushFp8Weights, pack_push_fp8
+from megamoe.kernels.mega import MegaKernel, MegaWorkspace
 from megamoe.kernels.operands import canonical
-from megamoe.problem import MoEWeights, Recipe
+from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90PushFp8(Kernel):
+class Sm90PushFp8(MegaKernel):
     """Weights exact; FC1's output, the SwiGLU and each expert's output rounded to BF16.
 
     The kernel quantises activations itself, so what enters the call is BF16 and its quantiser is
@@ -65,11 +67,15 @@ class Sm90PushFp8(Kernel):
         ),
     )
 
+    config = "Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig"
+
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90PushFp8:
-        packed = pack_push_fp8(canonical(weights.experts))
-        flashinfer.together(context)
-        transformed = flashinfer.build(
+    def pack(cls, experts: ExpertWeights, context: Context) -> PushFp8Weights:
+        return pack_push_fp8(canonical(experts))
+
+    @classmethod
+    def handed(cls, packed: PushFp8Weights, context: Context) -> Any:
+        return flashinfer.build(
             flashinfer.load("moe_ep.kernel_src.sm90.push_style_megamoe"),
             "Sm90PushWeights",
             {
@@ -80,27 +86,10 @@ class Sm90PushFp8(Kernel):
                 "w13_interleaved": packed.w13_interleaved,
             },
         )
-        layer = flashinfer.MegaLayer(
-            context,
-            "Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig",
-            transformed,
-            quantised=False,
-            intermediate_size=context.request.intermediate_size,
-            top_k=context.request.top_k,
-            combine_dtype="bf16",
-            grouped_combine=False,
-        )
-        return cls(layer)
 
-    def __init__(self, layer: flashinfer.MegaLayer) -> None:
-        self.layer = layer
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {"combine_dtype": "bf16", "grouped_combine": False}
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        self.layer.run(batch.x, batch.ids, batch.weights, out)
-
-    def warmup(self) -> None:
-        self.run(*flashinfer.warmup_batch(self.layer.context, self.sheet))
-        flashinfer.synchronise(self.layer.context.device)
-
-    def close(self) -> None:
-        self.layer.close()
+    def open(self, capacity: int, tactic: Tactic | None = None) -> MegaWorkspace:
+        return MegaWorkspace(self, capacity, tactic)

@@ -7,17 +7,16 @@ get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding points).
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from megamoe.formats import BF16, FP8_1X128, MXFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.base import Context, Datasheet, Kernel, Tactic, Versions
 from megamoe.kernels.layout import (
     StandaloneWeights,
     pack_standalone_mxfp4,
     unpack_standalone_mxfp4,
 )
-from megamoe.kernels.operands import STANDALONE_MID, canonical, coded, fp4, neutral
+from megamoe.kernels.operands import STANDALONE_MID, canonical, fp4, neutral
+from megamoe.kernels.standalone import SharedWorkspace
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
 
 
@@ -66,25 +65,19 @@ class Sm90StandaloneMxfp4(Kernel):
         packed = pack_standalone_mxfp4(neutral(canonical(experts)))
         return fp4(unpack_standalone_mxfp4(packed, hidden_size=experts.hidden_size), MXFP4)
 
+    rows = sheet.recipe.act
+
     @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneMxfp4:
         packed = pack_standalone_mxfp4(neutral(canonical(weights.experts)))
         flashinfer.together(context)
-        return cls(packed, flashinfer.SharedBuffer.of(context), context)
+        return cls(packed, context)
 
-    def __init__(
-        self, packed: StandaloneWeights, buffer: flashinfer.SharedBuffer, context: Context
-    ) -> None:
-        self.packed, self.buffer, self.context = packed, buffer, context
+    def __init__(self, packed: StandaloneWeights, context: Context) -> None:
+        self.packed, self.context = packed, context
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        rows = coded(batch.x, self.sheet.recipe.act)
-        self.buffer.run("mxfp4_mega_moe", self.packed, rows, batch, out)
-
-    def warmup(self) -> None:
-        for tokens in self.buffer.plans():
-            self.run(*flashinfer.warmup_batch(self.context, self.sheet, tokens))
-        flashinfer.synchronise(self.context.device)
+    def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
+        return SharedWorkspace(self, capacity, "mxfp4_mega_moe")
 
     def close(self) -> None:
-        self.buffer.close()
+        return None

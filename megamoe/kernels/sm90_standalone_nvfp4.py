@@ -7,21 +7,20 @@ detail/common.cuh get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding po
 
 from __future__ import annotations
 
-from typing import Final
-
-from torch import Tensor
+from typing import Any, Final
 
 from megamoe.errors import bad_input
 from megamoe.formats import BF16, FP8_1X128, NVFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Versions
+from megamoe.kernels.base import Context, Datasheet, Kernel, Tactic, Versions
 from megamoe.kernels.layout import (
     STANDALONE_TOP,
     StandaloneWeights,
     pack_standalone_nvfp4,
     standalone_nvfp4_operand,
 )
-from megamoe.kernels.operands import STANDALONE_MID, balanced, canonical, coded, nvfp4_operands
+from megamoe.kernels.operands import STANDALONE_MID, balanced, canonical, nvfp4_operands
+from megamoe.kernels.standalone import SharedWorkspace
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
 
 FUSED_TOKENS: Final = 256
@@ -84,41 +83,26 @@ class Sm90StandaloneNvfp4(Kernel):
         found = balanced(canonical(experts), STANDALONE_TOP)
         return nvfp4_operands(found, standalone_nvfp4_operand, 1.0)
 
+    rows = sheet.recipe.act
+
     @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneNvfp4:
         family = family_of(context)
         packed, _, _ = pack_standalone_nvfp4(canonical(weights.experts))
         flashinfer.together(context)
-        return cls(packed, flashinfer.SharedBuffer.of(context), context, family)
+        return cls(packed, context, family)
 
-    def __init__(
-        self,
-        packed: StandaloneWeights,
-        buffer: flashinfer.SharedBuffer,
-        context: Context,
-        family: str,
-    ) -> None:
-        self.packed, self.buffer, self.context, self.family = packed, buffer, context, family
+    def __init__(self, packed: StandaloneWeights, context: Context, family: str) -> None:
+        self.packed, self.context, self.family = packed, context, family
 
-    def run(self, batch: Batch, out: Tensor) -> None:
-        rows = coded(batch.x, self.sheet.recipe.act)
-        self.buffer.run(
-            "nvfp4_mega_moe",
-            self.packed,
-            rows,
-            batch,
-            out,
-            kernel_family=self.family,
-            family_threshold=FUSED_TOKENS,
-        )
-
-    def warmup(self) -> None:
-        self.buffer.buffer.prewarm(kernel_family=self.family, family_threshold=FUSED_TOKENS)
-        self.run(*flashinfer.warmup_batch(self.context, self.sheet))
-        flashinfer.synchronise(self.context.device)
+    def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
+        options: dict[str, Any] = {"kernel_family": self.family, "family_threshold": FUSED_TOKENS}
+        space = SharedWorkspace(self, capacity, "nvfp4_mega_moe", **options)
+        space.buffer.buffer.prewarm(**options)
+        return space
 
     def close(self) -> None:
-        self.buffer.close()
+        return None
 
 
 def family_of(context: Context) -> str:

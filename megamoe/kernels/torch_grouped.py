@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megamoe.formats import BF16, CATALOGUE, PLAIN_BF16, plain
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, check_ranks
+from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
 from megamoe.kernels.exchange import Exchange
-from megamoe.kernels.flashinfer import synchronise, warmup_batch
 from megamoe.kernels.operands import rounded_bf16
+from megamoe.kernels.plain import PlainKernel
 from megamoe.problem import (
     Activation,
     ExpertWeights,
@@ -37,7 +37,7 @@ from megamoe.problem import (
 BIAS_COLUMNS = 8
 
 
-class TorchGrouped(Kernel):
+class TorchGrouped(PlainKernel):
     """BF16 between the steps as PyTorch gives it, the routing weight in the float32 sum."""
 
     sheet = Datasheet(
@@ -133,17 +133,10 @@ class TorchGrouped(Kernel):
         terms[order] = term_mH
         out.copy_(self._sum(terms.view(n, k, terms.shape[1]), batch))
 
-    def warmup(self) -> None:
-        self.run(*warmup_batch(self.context, self.sheet))
-        synchronise(self.context.device)
-
     @property
     def capturable(self) -> bool:
         capability = self.context.machine.capability
         return self.exchange is None and capability is not None and capability[0] in (9, 10)
-
-    def close(self) -> None:
-        return None
 
     # --- the parts of a run -----------------------------------------------------------------------
 

@@ -10,13 +10,30 @@ import torch
 from hypothesis import given
 from parallel.shares import FORMATS, placements, share
 from strategies import Case, ids
+from torch import Tensor
 
-from megamoe.dispatch.placement import Table, padded, physical
+from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.formats import Format
+from megamoe.kernels.staging import Staging
 from megamoe.problem import Host, Placement, Request
 from megamoe.reference import parallel
 
 CPU = torch.device("cpu")
+
+
+def physical_ids(placement: Placement, logical: Tensor, rank: int) -> Tensor:
+    table = replicas(placement, CPU)
+    sticky = torch.zeros(1, dtype=torch.bool)
+    staging = Staging(
+        num_experts=placement.num_experts,
+        rank=rank,
+        sticky=sticky,
+        replicas=None if table is None else table[0],
+        counts=None if table is None else table[1],
+    )
+    found = staging.physical(logical)
+    assert not sticky
+    return found
 
 
 def scalar_home(placement: Placement, expert: int, rank: int, row: int, slot: int) -> int:
@@ -41,7 +58,7 @@ def test_physical_ids_are_the_scalar_model(
     rows, k = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 4))
     drawn = data.draw(ids(rows, k, experts))
     logical = torch.tensor(drawn, dtype=torch.int64).view(rows, k)
-    found = Table.of(placement, CPU).physical_ids(logical, rank)
+    found = physical_ids(placement, logical, rank)
     assert found.tolist() == [
         [scalar_home(placement, e, rank, t, s) for s, e in enumerate(row)]
         for t, row in enumerate(logical.tolist())
@@ -57,7 +74,7 @@ def test_each_slot_goes_to_one_slot_that_holds_its_expert(
     placement = data.draw(placements(experts, world_size))
     logical = torch.arange(-1, experts).repeat(3, 1)
     for rank in range(world_size):
-        found = Table.of(placement, CPU).physical_ids(logical, rank)
+        found = physical_ids(placement, logical, rank)
         for row, wanted in zip(found.tolist(), logical.tolist(), strict=True):
             for home, expert in zip(row, wanted, strict=True):
                 if expert == -1:
@@ -70,9 +87,8 @@ def test_each_slot_goes_to_one_slot_that_holds_its_expert(
 def test_replicas_take_turns_over_ranks_rows_and_slots() -> None:  # K36
     placement = Placement(num_experts=2, slots=((0, 1), (0, 1)))
     logical = torch.zeros(4, 2, dtype=torch.int64)
-    table = Table.of(placement, CPU)
     for rank in range(2):
-        found = table.physical_ids(logical, rank)
+        found = physical_ids(placement, logical, rank)
         assert (found == 0).sum() == (found == 2).sum() == 4
 
 
@@ -80,7 +96,7 @@ def test_a_count_that_does_not_divide() -> None:  # K35
     placement = Placement.contiguous(10, 4)
     assert [len(held) for held in placement.slots] == [3, 3, 2, 2]
     assert physical(placement) == Placement.contiguous(12, 4)
-    found = Table.of(placement, CPU).physical_ids(torch.arange(10)[:, None], 0)
+    found = physical_ids(placement, torch.arange(10)[:, None], 0)
     named = set(found.flatten().tolist())
     assert named == set(range(12)) - {8, 11}  # the two padding slots receive no token
 
@@ -96,7 +112,7 @@ def test_tensor_parallelism_around_the_group_places_nothing(tp_size: int) -> Non
         hidden_size=64, intermediate_size=64, placement=placement, top_k=2, max_tokens_per_rank=4,
         host=Host(tp_size=tp_size),
     )  # fmt: skip
-    found = Table.of(request.placement, CPU).physical_ids(torch.arange(8)[None], 3)
+    found = physical_ids(request.placement, torch.arange(8)[None], 3)
     assert found.tolist() == [list(range(8))]
 
 
@@ -138,18 +154,12 @@ def test_a_full_share_is_not_copied() -> None:
 
 
 def test_contiguous_experts_need_no_look_up_and_all_others_do() -> None:
-    ids = torch.tensor([[0, 3, -1]])
-    for experts, world in ((4, 1), (4, 2), (8, 4)):
-        plain = Placement.contiguous(experts, world)
-        table = Table.of(plain, torch.device("cpu"))
-        assert table.identity
-        assert table.physical_ids(ids, 0) is ids
-        looked_up = dataclasses.replace(table, identity=False).physical_ids(ids, 0)
-        assert torch.equal(looked_up, ids)
+    for experts, world in ((4, 1), (4, 2), (8, 4), (0, 1)):
+        assert replicas(Placement.contiguous(experts, world), CPU) is None
     for slots in (
         ((1, 0), (2, 3)),
         ((0, 1, 2), (3,)),
         ((0, 1), (2, 3, 0)),
         ((0, -1, 1), (2, 3, -1)),
     ):
-        assert not Table.of(Placement(num_experts=4, slots=slots), torch.device("cpu")).identity
+        assert replicas(Placement(num_experts=4, slots=slots), CPU) is not None

@@ -74,6 +74,7 @@ class Backend:
     owns_output: ClassVar[bool] = False  # compiles for each output address it is given
     alone: ClassVar[bool] = True  # runs on one rank
     flags: ClassVar[bool] = False  # says on the device whether the last launch went wrong
+    launch: ClassVar[str | None] = None  # prebuilds a launch on rows written in place
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
         raise NotImplementedError
@@ -95,6 +96,14 @@ class Backend:
         """What the rows of `check_rows` mean to FC1, as float64 or BF16."""
         return x
 
+    def wire(self) -> tuple[torch.dtype, tuple[int, torch.dtype] | None]:
+        """Of the workspace: the rows' dtype, and the columns and dtype of their scales."""
+        return torch.bfloat16, None
+
+    def arrived(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """From rows as they lie in the workspace to those of `check_rows`."""
+        return x, scales
+
     def multiples(self, hidden: int, intermediate: int) -> None:
         width = self.config.intermediate_size
         require(self.hidden % hidden == 0, f"{self.name}: hidden {self.hidden} % {hidden}")
@@ -114,6 +123,7 @@ class PullBf16(Backend):
 
     name = "sm90_bf16_bf16_bf16_pull_cutedsl"
     stale = True
+    launch = "hopper_bf16_mega_launch_thunk"
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
         self.multiples(256, 64)
@@ -180,6 +190,7 @@ class PullFp8(Backend):
     """Both scale modes; per tensor, every rank dequantises with its own copy of the scale."""
 
     name = "sm90_fp8_fp8_bf16_pull_cutedsl"
+    launch = "hopper_fp8_mega_launch_thunk"
 
     @property
     def blockwise(self) -> bool:
@@ -243,6 +254,18 @@ class PullFp8(Backend):
             f"{self.name}: scales {tuple(scales.shape)} of {scales.dtype}",
         )
 
+    def wire(self) -> tuple[torch.dtype, tuple[int, torch.dtype] | None]:
+        """Rows of scales are padded to 16 bytes, or to words of four E8M0 scales."""
+        if self.blockwise:
+            return torch.float8_e4m3fn, (-(-(self.hidden // 128) // 4) * 4, torch.float32)
+        return torch.float8_e4m3fn, (-(-self.hidden // 128) * 4, torch.float8_e8m0fnu)
+
+    def arrived(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert scales is not None
+        if not self.blockwise:
+            require(bool((scales.view(torch.uint8) == 127).all()), "a plane that is not one")
+        return x, scales[:, : self.hidden // 128] if self.blockwise else scales
+
     def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None
         if self.blockwise:
@@ -253,6 +276,7 @@ class PullFp8(Backend):
 
 class PullMxfp4(Backend):
     name = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
+    launch = "hopper_mxfp4_mega_launch_thunk"
     ids = (torch.int64,)
     strict = view = True
 
@@ -297,9 +321,24 @@ class PullMxfp4(Backend):
         assert scales is not None
         return operand(x, scales, rows_of(0, "row"))
 
+    def wire(self) -> tuple[torch.dtype, tuple[int, torch.dtype] | None]:
+        return torch.float8_e4m3fn, (4, torch.float32)
+
+    def arrived(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert scales is not None
+        same = (scales == scales[:, :1]) | scales.isnan()
+        require(bool(same.all()), "four copies of a row's scale that are not equal")
+        return x, scales[:, :1]
+
 
 class PullNvfp4(PullMxfp4):
     name = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
+    launch = "hopper_nvfp4_mega_launch_thunk"
+
+    def arrived(self, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Columns in the order of the weights'."""
+        natural = layout.unpermute_columns(x.view(torch.uint8), self.config.nvfp4_kperm)
+        return super().arrived(natural.view(x.dtype), scales)
 
     def experts(self, transformed: Any) -> ExpertWeights:
         require(
@@ -401,6 +440,9 @@ class Sm120(Backend):
             and scales.dtype == torch.float8_e8m0fnu,
             f"{self.name}: E4M3 rows with E8M0 scales [n, H / 32]",
         )
+
+    def wire(self) -> tuple[torch.dtype, tuple[int, torch.dtype] | None]:
+        return torch.float8_e4m3fn, (self.hidden // 32, torch.float8_e8m0fnu)
 
     def operand(self, x: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from emulated.cluster import ContractBroken, Trap, here
 from emulated.compute import Post, launch, reduce
 from megamoe.dispatch.machine import H200
 from megamoe.kernels import assumed, flashinfer
-from megamoe.problem import Machine
+from megamoe.kernels.mega import tensors_of
+from megamoe.problem import ExpertWeights, Machine
 
 
 @dataclass
@@ -31,14 +33,34 @@ class Workspace:
     terms: each slot's row as it came back to its token's rank, never cleared.
     """
 
+    key: Any
     terms: Tensor
     x: Tensor
-    scales: Tensor | None
-    ids: Tensor
-    weights: Tensor
-    output: Tensor
+    x_sf: Tensor | None
+    topk_idx: Tensor
+    topk_weights: Tensor
+    output_activation: Tensor
     storage: dict[str, Tensor]
     users: int = 0
+    compiled: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return len(self.x)
+
+
+@dataclass
+class Handle:
+    """`MoEEpMegaWorkspace`: one layer's hold on a workspace."""
+
+    layer: MegaLayer
+    _backend_workspace: Workspace
+    destroyed: bool = False
+
+    def destroy(self) -> None:
+        if not self.destroyed:
+            self.destroyed = True
+            self.layer.release(self._backend_workspace)
 
 
 @dataclass
@@ -53,6 +75,7 @@ class Device:
     launches: dict[int, int] = field(default_factory=dict)
     compiled: dict[tuple[int, int], set[Any]] = field(default_factory=dict)
     faulty: set[int] = field(default_factory=set)
+    owners: dict[Any, MegaLayer] = field(default_factory=dict)
     lost: bool = False
 
     @property
@@ -63,6 +86,13 @@ class Device:
         with self.lock:
             what[rank] = what.get(rank, 0) + 1
             return what[rank]
+
+    def thunk(self, name: str, first: Any, second: Any, workspace: Workspace) -> Any:
+        """Of the layer whose weights these are, on the calling rank."""
+        found = [layer for (_, leg), layer in self.owners.items() if leg == id(first)]
+        require(len(found) == 1 and found[0].given[1] is second, "weights of no layer")
+        require(found[0].backend.launch == name, f"{name} launches another kernel")
+        return found[0].thunk(workspace)
 
     def modules(self) -> dict[str, Any]:
         """By name under `flashinfer`, what the door may import."""
@@ -88,6 +118,13 @@ class Device:
             ),
             "moe_ep.backends.mega.kernel.sm90.fp8_nvfp4_bf16_pull_cutedsl.weights": SimpleNamespace(
                 TransformedMegaWeights=TransformedMegaWeights
+            ),
+            f"{push}.pull_style_cutedsl_megakernel": SimpleNamespace(
+                **{
+                    backend.launch: functools.partial(self.thunk, backend.launch)
+                    for backend in BACKENDS.values()
+                    if backend.launch is not None
+                }
             ),
             "moe_ep.kernel_src.sm120.split_cutedsl_megakernel": SimpleNamespace(
                 select_graph_compile_bucket=bucket_of
@@ -128,15 +165,27 @@ class MegaLayer:
         require(bootstrap.stream == 0, "the kernels launch on the current stream")
         self.backend.check_config(mega.quantize_input, self.world)
         given = _transformed(weights) if weights is not None else mega.transformed_weights
-        self.experts = self.backend.experts(given)
+        self.given = given
+        self._decoded: tuple[Any, ExpertWeights] = (), self.backend.experts(given)
         self.staged: tuple[Workspace, int, int | None] | None = None
         self.index = device.count(device.layers, self.rank)
         self.num_experts = fleet.num_experts
-        self.key = (config.kernel_name, fleet.num_experts, self.capacity, _fields(config))
-        self.cluster.meet(self.rank, ("construct", self.index, self.key))
-        self.workspace: Workspace | None = None
+        self.key = (config.kernel_name, fleet.num_experts, _fields(config))
+        self.cluster.meet(self.rank, ("construct", self.index, self.key, self.capacity))
+        self.handles: list[Handle] = []
+        self.own: Handle | None = None
         self.signature: Any = None
         self.destroyed = False
+        if self.backend.launch is not None:
+            device.owners[(self.rank, id(given[0]))] = self
+
+    @property
+    def experts(self) -> ExpertWeights:
+        """Decoded anew where a byte of them was written."""
+        versions = [(t.data_ptr(), t._version) for t in tensors_of(self.given)]
+        if self._decoded[0] != versions:
+            self._decoded = versions, self.backend.experts(self.given)
+        return self._decoded[1]
 
     def _check_process_group(self, bootstrap: Any) -> None:
         no_dist = os.environ.get("MEGA_NO_DIST") == "1"
@@ -151,23 +200,50 @@ class MegaLayer:
         if self.world == 1 and self.backend.nvshmem:
             require(no_dist, "one rank without MEGA_NO_DIST wants NVSHMEM and a group")
 
-    @property
-    def _workspace(self) -> Workspace | None:
-        return self.workspace
+    def create_workspace(
+        self, max_tokens_per_rank: int, *, live_tokens: int | None = None, knobs: Any = None
+    ) -> Handle:
+        require(not self.destroyed, "the layer has been destroyed")
+        require(live_tokens is None, "live_tokens")
+        sizes = [h._backend_workspace.capacity for h in self.handles if not h.destroyed]
+        require(max_tokens_per_rank not in sizes, f"a second workspace of {max_tokens_per_rank}")
+        key = (*self.key, max_tokens_per_rank, repr(knobs))
+        self.cluster.meet(self.rank, ("allocate", self.index, key))
+        with self.device.lock:
+            found = self.device.pool.get((self.rank, key))
+            if found is None:
+                found = self.device.pool[self.rank, key] = self._allocate(max_tokens_per_rank, key)
+            found.users += 1
+        handle = Handle(self, found)
+        self.handles.append(handle)
+        return handle
 
-    def forward(self, t: Any, *, return_workspace_view: bool = False) -> Tensor:
+    def forward(
+        self, t: Any, *, workspace: Handle | None = None, return_workspace_view: bool = False
+    ) -> Tensor:
         require(not return_workspace_view or t.output is None, "a view and an output")
-        self.stage_inputs(t)
+        self.stage_inputs(t, workspace=workspace)
         output = t.output
         if output is None and not return_workspace_view:
             output = torch.empty(t.hidden_states.shape, dtype=torch.bfloat16)
         return self.compute_staged(output=output)
 
-    def stage_inputs(self, t: Any, *, compile_tokens_per_rank: int | None = None) -> None:
-        require(not self.destroyed, "the layer has been destroyed")
-        if self.device.lost:
-            raise Trap("the device context was lost in an earlier launch")
-        self._check_tensors(t)
+    def stage_inputs(
+        self,
+        t: Any,
+        *,
+        workspace: Handle | None = None,
+        compile_tokens_per_rank: int | None = None,
+    ) -> None:
+        self._check_alive()
+        if workspace is None:  # its own, of the full capacity
+            self.own = self.own or self.create_workspace(self.capacity)
+            workspace = self.own
+        require(
+            not workspace.destroyed and workspace.layer is self, "not a workspace of this layer"
+        )
+        held = workspace._backend_workspace
+        self._check_tensors(t, held.capacity)
         bound = compile_tokens_per_rank
         require(
             bound is not None or not self.backend.buckets,
@@ -175,10 +251,9 @@ class MegaLayer:
         )
         require(bound is None or self.backend.buckets, f"{self.backend.name} takes no bucket")
         n = t.hidden_states.shape[0]
-        require(bound is None or n <= bound <= self.capacity, f"{n} tokens, {bound} announced")
-        workspace = self._acquire(t)
-        self._stage(workspace, t, n)
-        self.staged = workspace, n, bound
+        require(bound is None or n <= bound <= held.capacity, f"{n} tokens, {bound} announced")
+        self._stage(held, t, n)
+        self.staged = held, n, bound
 
     def compute_staged(self, *, output: Tensor | None) -> Tensor:
         assert self.staged is not None
@@ -186,34 +261,54 @@ class MegaLayer:
         require(output is not None or self.backend.view, f"{self.backend.name} returns no view")
         require(output is None or not self.backend.owns_output, "a graph for every output address")
         if self.backend.owns_output:  # a graph for each bucket and output address
-            what = (bucket_of(bound or 0, self.capacity), workspace.output.data_ptr())
+            bucket = bucket_of(bound or 0, workspace.capacity)
+            what = (bucket, workspace.output_activation.data_ptr())
             self.device.compiled.setdefault((self.index, self.rank), set()).add(what)
+        self.launch(workspace, bound)
+        if output is None:
+            return workspace.output_activation[:n]
+        require(output.shape[0] == n, "the output's rows are taken as the token count")
+        output.copy_(workspace.output_activation[:n])
+        return output
+
+    def thunk(self, workspace: Workspace) -> Callable[[], None]:
+        """A launch on what lies in the buffers; the first of a workspace compiles."""
+        self._check_alive()
+        if not workspace.compiled:
+            self.cluster.meet(self.rank, ("compile", self.index, workspace.key))
+            workspace.compiled = True
+        return lambda: self.launch(workspace, None)
+
+    def launch(self, workspace: Workspace, bound: int | None) -> None:
+        self._check_alive()
         if self.backend.flags:
             workspace.storage["protocol_error"][0] = self.rank in self.device.faulty
-        live = workspace.ids >= 0
-        if bool((workspace.ids >= self.num_experts).any()):
+        ids, weights = workspace.topk_idx, workspace.topk_weights
+        live = ids >= 0
+        if bool((ids >= self.num_experts).any()):
             self.device.lost = True
-            raise Trap(f"expert {int(workspace.ids.max())} of {self.num_experts}")
+            raise Trap(f"expert {int(ids.max())} of {self.num_experts}")
         # Rows that no slot names are poison, and must not matter.
-        rows = self.backend.operand(workspace.x, workspace.scales)
-        post = Post(x=rows, ids=workspace.ids, weights=workspace.weights, experts=self.experts)
-        posts = self.cluster.meet(self.rank, ("launch", self.index, self.key, bound), post)
+        rows = self.backend.operand(*self.backend.arrived(workspace.x, workspace.x_sf))
+        post = Post(x=rows, ids=ids, weights=weights, experts=self.experts)
+        what = ("launch", self.index, workspace.key, bound)
+        posts = self.cluster.meet(self.rank, what, post)
         self.device.count(self.device.launches, self.rank)
         recipe = self.backend.recipe()
         terms = launch(self.rank, posts, recipe, self.backend.activation())
         workspace.terms[live] = terms[live]
-        seen = workspace.ids.clamp(min=0) if self.backend.stale else workspace.ids
+        seen = ids.clamp(min=0) if self.backend.stale else ids
         each = self.backend.experts_per_rank
-        workspace.output.copy_(reduce(workspace.terms, seen, workspace.weights, recipe, each))
-        if output is None:
-            return workspace.output[:n]
-        require(output.shape[0] == n, "the output's rows are taken as the token count")
-        output.copy_(workspace.output[:n])
-        return output
+        workspace.output_activation.copy_(reduce(workspace.terms, seen, weights, recipe, each))
 
-    def _check_tensors(self, t: Any) -> None:
+    def _check_alive(self) -> None:
+        require(not self.destroyed, "the layer has been destroyed")
+        if self.device.lost:
+            raise Trap("the device context was lost in an earlier launch")
+
+    def _check_tensors(self, t: Any, capacity: int) -> None:
         n = t.hidden_states.shape[0]
-        require(n <= self.capacity, f"{n} tokens exceed the capacity {self.capacity}")
+        require(n <= capacity, f"{n} tokens exceed the capacity {capacity}")
         require(
             tuple(t.hidden_states.shape) == (n, self.backend.hidden),
             f"hidden_states {tuple(t.hidden_states.shape)}",
@@ -239,30 +334,21 @@ class MegaLayer:
         require(self.signature in (None, signature), "dtypes or widths changed between calls")
         self.signature = signature
 
-    def _acquire(self, t: Any) -> Workspace:
-        if self.workspace is None:
-            self.cluster.meet(self.rank, ("allocate", self.index, self.key))
-            with self.device.lock:
-                key = (self.rank, self.key)
-                if key not in self.device.pool:
-                    self.device.pool[key] = self._allocate(t)
-                self.workspace = self.device.pool[key]
-                self.workspace.users += 1
-        return self.workspace
-
-    def _allocate(self, t: Any) -> Workspace:
-        n, h, k = self.capacity, self.backend.hidden, self.backend.config.top_k
-        x = torch.full((n, h), torch.nan, dtype=torch.float32).to(t.hidden_states.dtype)
+    def _allocate(self, n: int, key: Any) -> Workspace:
+        h, k = self.backend.hidden, self.backend.config.top_k
+        rows, wire = self.backend.wire()
         scales = None
-        if t.scales is not None:
-            scales = torch.full((n, t.scales.shape[1]), torch.nan).to(t.scales.dtype)
+        if wire is not None:
+            columns, dtype = wire
+            scales = torch.full((n, columns), torch.nan).to(dtype)
         return Workspace(
+            key=key,
             terms=torch.full((n, k, h), torch.nan),
-            x=x,
-            scales=scales,
-            ids=torch.full((n, k), -1, dtype=torch.int64),
-            weights=torch.full((n, k), torch.nan),
-            output=torch.full((n, h), torch.nan, dtype=torch.bfloat16),
+            x=torch.full((n, h), torch.nan, dtype=torch.float32).to(rows),
+            x_sf=scales,
+            topk_idx=torch.zeros(n, k, dtype=torch.int64),  # symmetric memory comes as zeros
+            topk_weights=torch.full((n, k), torch.nan),
+            output_activation=torch.full((n, h), torch.nan, dtype=torch.bfloat16),
             storage={"protocol_error": torch.zeros(4, dtype=torch.uint8)}
             if self.backend.flags
             else {},
@@ -270,23 +356,26 @@ class MegaLayer:
 
     def _stage(self, workspace: Workspace, t: Any, n: int) -> None:
         _bytes(workspace.x)[:n] = _bytes(t.hidden_states)
-        if workspace.scales is not None:
-            _bytes(workspace.scales)[:n] = _bytes(t.scales)
-        workspace.ids[:n] = t.topk_ids
-        workspace.ids[n:] = -1
-        workspace.weights[:n] = t.topk_weights
+        if workspace.x_sf is not None:
+            _bytes(workspace.x_sf)[:n] = _bytes(t.scales)
+        workspace.topk_idx[:n] = t.topk_ids
+        workspace.topk_idx[n:] = -1
+        workspace.topk_weights[:n] = t.topk_weights
+
+    def release(self, workspace: Workspace) -> None:
+        self.cluster.meet(self.rank, ("release", self.index, workspace.key))
+        with self.device.lock:
+            workspace.users -= 1
+            if workspace.users == 0:
+                del self.device.pool[(self.rank, workspace.key)]
 
     def destroy(self) -> None:
         if self.destroyed:
             return
+        for handle in reversed(self.handles):
+            handle.destroy()
         self.cluster.meet(self.rank, ("destroy", self.index, self.key))
         self.destroyed = True
-        if self.workspace is None:
-            return
-        with self.device.lock:
-            self.workspace.users -= 1
-            if self.workspace.users == 0:
-                del self.device.pool[(self.rank, self.key)]
 
 
 def _transformed(pack: Any) -> Any:

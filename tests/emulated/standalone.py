@@ -60,28 +60,16 @@ class Buffer:
         self.cluster.meet(self.rank, ("allocate", self.geometry))
         self.x = torch.full((self.capacity, hidden), torch.nan).to(torch.float8_e4m3fn)
         self.x_sf = torch.full((self.capacity, hidden // 128), torch.nan)
-        self.ids = torch.full((self.capacity, num_topk), -1, dtype=torch.int64)
-        self.weights = torch.full((self.capacity, num_topk), torch.nan)
+        self.topk_idx = torch.full((self.capacity, num_topk), -1, dtype=torch.int64)
+        self.topk_weights = torch.full((self.capacity, num_topk), torch.nan)
         self.staged = 0
         self.open = True
         device.pool[(self.rank, id(self))] = self  # type: ignore[assignment]
 
-    def stage(self, x: Tensor, x_sf: Tensor, ids: Tensor, weights: Tensor) -> None:
-        n = x.shape[0]
-        require(0 < n <= self.capacity, f"{n} tokens of {self.capacity}")
-        for tensor, columns, dtype in (
-            (x, self.hidden, torch.float8_e4m3fn),
-            (x_sf, self.hidden // 128, torch.float32),
-            (ids, self.top_k, torch.int64),
-            (weights, self.top_k, torch.float32),
-        ):
-            require(
-                tuple(tensor.shape) == (n, columns) and tensor.dtype == dtype,
-                f"staged {tuple(tensor.shape)} of {tensor.dtype}",
-            )
-        self.x.view(torch.uint8)[:n] = x.view(torch.uint8)
-        self.x_sf[:n], self.ids[:n], self.weights[:n] = x_sf, ids, weights
-        self.staged = n
+    def commit_staged(self, num_tokens: int) -> None:
+        """What was written in place is this call's input."""
+        require(0 < num_tokens <= self.capacity, f"{num_tokens} tokens of {self.capacity}")
+        self.staged = num_tokens
 
     def prewarm(self, kernel_family: str = "auto", family_threshold: int | None = None) -> int:
         self.cluster.meet(self.rank, ("prewarm", self.geometry, kernel_family, family_threshold))
@@ -101,11 +89,11 @@ class Buffer:
             f"y {tuple(y.shape)} of {y.dtype}",
         )
         require(y.is_contiguous(), "y is not contiguous")
-        require(bool((self.ids[:n] < self.num_experts).all()), "an id past the last expert")
+        require(bool((self.topk_idx[:n] < self.num_experts).all()), "an id past the last expert")
         post = Post(
             x=operand(self.x[:n], self.x_sf[:n], RECIPE.act),
-            ids=self.ids[:n],
-            weights=self.weights[:n],
+            ids=self.topk_idx[:n],
+            weights=self.topk_weights[:n],
             experts=experts,
         )
         posts = self.cluster.meet(self.rank, ("launch", self.geometry, n, *why), post)

@@ -21,6 +21,7 @@ from megamoe.formats import FP8_TENSOR, NVFP4, PLAIN_BF16, Quantised, dequantise
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Context
 from megamoe.kernels.sm90_pull_fp8 import Sm90PullFp8Tensor
+from megamoe.kernels.staging import Staging
 from megamoe.problem import Placement
 from megamoe.reference.moe import Emulated, layer
 
@@ -157,10 +158,10 @@ def test_an_id_past_the_last_expert_never_reaches_a_kernel_that_traps(kernel: st
         wild = dataclasses.replace(topk, ids=topk.ids + 7)
         with pytest.raises(BadInput, match=r"outside \[-1, 4\)"):
             prepared.forward(layer_.x(0), wild)
-        assert prepared._kernel is not None
-        batch = Batch(x=layer_.x(0), ids=wild.ids.to(torch.int32), weights=topk.weights, tokens=1)
+        ids = wild.ids.to(torch.int32)
+        batch = Batch(x=layer_.x(0), ids=ids, weights=topk.weights, count=1, tokens=1)
         with pytest.raises(Trap):  # what would have happened
-            prepared._kernel.run(batch, torch.empty_like(layer_.x(0)))
+            prepared._spaces[0].run(batch, torch.empty_like(layer_.x(0)))
         with pytest.raises(Trap, match="context was lost"):
             prepared.forward(layer_.x(0), topk)
 
@@ -350,8 +351,13 @@ def test_pull_fp8_per_tensor(world: int) -> None:
         ids = torch.tensor([[physical[e] for e in row] for row in layer_.ids[rank]])
         x, topk = layer_.x(rank), layer_.topk(rank)
         out = torch.empty_like(x)
-        kernel.warmup()
-        kernel.run(Batch(x=x, ids=ids, weights=topk.weights, tokens=3), out)
+        space = kernel.open(3)
+        batch = space.inputs(x, 2, 3)
+        sticky = torch.zeros(1, dtype=torch.bool)
+        staging = Staging(num_experts=4, rank=rank, sticky=sticky, fmt=kernel.rows)
+        staging(x, ids, topk.weights, batch)
+        space.run(batch, out)
+        space.close()
         kernel.close()
         return out
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from megamoe.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, PLAIN_BF16, Forma
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Kernel
 from megamoe.kernels.layout import CanonicalExperts
+from megamoe.kernels.staging import Staging
 from megamoe.problem import Activation, Placement
 
 WEIGHTS: dict[str, Format] = {
@@ -101,9 +103,12 @@ def rolled(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else _bytes(t, lambda b: b.roll(1, dims=1))
 
 
+def _raw(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+
+
 def _bytes(t: torch.Tensor, edit: Any) -> torch.Tensor:
-    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-    return edit(raw).view(t.dtype)  # type: ignore[no-any-return]
+    return edit(_raw(t)).view(t.dtype)  # type: ignore[no-any-return]
 
 
 def gate_and_up_swapped(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
@@ -131,73 +136,77 @@ def experts_shifted_by_one(kernel: type[Kernel]) -> contextlib.AbstractContextMa
 
 
 @contextlib.contextmanager
-def batch_through(kernel: type[Kernel], edit: Any) -> Iterator[None]:
-    real = kernel.run
+def batch_through(edit: Any) -> Iterator[None]:
+    """``edit`` what staging has written, given the rank and what it wrote for the rank before."""
+    real, lock = Staging.__call__, threading.Lock()
 
-    def run(self: Any, batch: Batch, out: torch.Tensor) -> None:
-        real(self, edit(self, batch), out)
+    def staged(self: Staging, x: Any, ids: Any, weights: Any, into: Batch, **more: Any) -> None:
+        real(self, x, ids, weights, into, **more)
+        with lock:
+            for name, value in edit(self.rank, into).items():
+                _bytes(getattr(into, name), lambda b, value=value: b.copy_(_raw(value)))
 
-    with mock.patch.object(kernel, "run", run):
+    with mock.patch.object(Staging, "__call__", staged):
         yield
 
 
 def weights_applied_twice(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    return batch_through(kernel, lambda _, b: dataclasses.replace(b, weights=b.weights * b.weights))
+    return batch_through(lambda _, b: {"weights": b.weights * b.weights})
 
 
 def empty_slots_counted(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    def edit(_: Any, b: Batch) -> Batch:
+    def edit(_: int, b: Batch) -> dict[str, torch.Tensor]:
         weights = torch.where(b.ids < 0, 0.5, b.weights)
-        return dataclasses.replace(b, ids=b.ids.clamp(min=0), weights=weights)
+        return {"ids": b.ids.clamp(min=0), "weights": weights}
 
-    return batch_through(kernel, edit)
+    return batch_through(edit)
 
 
 def ids_of_the_next_rank(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    def edit(self: Any, b: Batch) -> Batch:
-        request = getattr(self, "context", None) or self.layer.context
-        experts, world = request.request.num_experts, request.request.world_size
-        moved = (b.ids + experts // world) % experts
-        return dataclasses.replace(b, ids=torch.where(b.ids < 0, b.ids, moved))
+    world, seats = (4, 2) if kernel.sheet.name == "sm90_standalone_nvfp4" else (2, 3)
 
-    return batch_through(kernel, edit)
+    def edit(_: int, b: Batch) -> dict[str, torch.Tensor]:
+        moved = (b.ids + seats) % (world * seats)
+        return {"ids": torch.where(b.ids < 0, b.ids, moved)}
 
-
-def ids_of_the_wrong_width(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    other = {torch.int32: torch.int64, torch.int64: torch.int32}
-    return batch_through(
-        kernel, lambda _, b: dataclasses.replace(b, ids=b.ids.to(other[b.ids.dtype]))
-    )
-
-
-def stale_tokens(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    def edit(self: Any, b: Batch) -> Batch:
-        first = self.__dict__.setdefault("first_x", b.x)
-        return dataclasses.replace(b, x=first)
-
-    return batch_through(kernel, edit)
-
-
-def stale_routing(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
-    def edit(self: Any, b: Batch) -> Batch:
-        first = self.__dict__.setdefault("first_weights", b.weights)
-        return dataclasses.replace(b, weights=first)
-
-    return batch_through(kernel, edit)
+    return batch_through(edit)
 
 
 @contextlib.contextmanager
-def activation_scales_of_the_next_token(kernel: type[Kernel]) -> Iterator[None]:
-    module = sys.modules[kernel.__module__]
-    name = "coded" if hasattr(module, "coded") else "mx_coded"
-    real = getattr(module, name)
-
-    def next_token(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = real(*args)
-        return codes, _bytes(scales, lambda b: b.roll(1, dims=0))
-
-    with mock.patch.object(module, name, next_token):
+def ids_of_the_wrong_width(kernel: type[Kernel]) -> Iterator[None]:
+    other = {torch.int32: torch.int64, torch.int64: torch.int32}[kernel.sheet.id_dtype]
+    with mock.patch.object(kernel, "sheet", dataclasses.replace(kernel.sheet, id_dtype=other)):
         yield
+
+
+def stale_tokens(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    kept: dict[int, torch.Tensor] = {}
+
+    def edit(rank: int, b: Batch) -> dict[str, torch.Tensor]:
+        return {"x": kept.setdefault(rank, b.x.clone())}
+
+    return batch_through(edit)
+
+
+def stale_routing(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    kept: dict[int, torch.Tensor] = {}
+
+    def edit(rank: int, b: Batch) -> dict[str, torch.Tensor]:
+        return {"weights": kept.setdefault(rank, b.weights.clone())}
+
+    return batch_through(edit)
+
+
+def activation_scales_of_the_next_token(
+    kernel: type[Kernel],
+) -> contextlib.AbstractContextManager[Any]:
+    def edit(_: int, b: Batch) -> dict[str, torch.Tensor]:
+        assert b.scales is not None
+        mine = _raw(b.scales).clone()
+        mine[: b.count] = mine[: b.count].roll(1, dims=0)
+        return {"scales": mine}
+
+    return batch_through(edit)
 
 
 @contextlib.contextmanager
@@ -255,12 +264,12 @@ def overflow_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractCon
 @contextlib.contextmanager
 def step_through(step: str, **changed: Any) -> Iterator[None]:
     """Keyword arguments of every staging or launch, replaced."""
-    real = getattr(flashinfer.MegaLayer, step)
+    real = getattr(flashinfer.Space, step)
 
     def other(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs | changed)
 
-    with mock.patch.object(flashinfer.MegaLayer, step, other):
+    with mock.patch.object(flashinfer.Space, step, other):
         yield
 
 
@@ -274,28 +283,29 @@ def outputs_given_to_the_kernel(kernel: type[Kernel]) -> contextlib.AbstractCont
 
 def launched_before_staging(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
     """Each launch computes what the call before it staged."""
-    real = flashinfer.MegaLayer.stage
+    real = flashinfer.Space.stage
 
-    def late(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *self.__dict__.setdefault("last", args), **kwargs)
-        self.last = args
+    def late(self: Any, batch: Batch, **kwargs: Any) -> None:
+        fresh = dataclasses.replace(
+            batch, **{n: getattr(batch, n).clone() for n in ("x", "scales", "ids", "weights")}
+        )
+        real(self, self.__dict__.setdefault("last", fresh), **kwargs)
+        self.last = fresh
 
-    return mock.patch.object(flashinfer.MegaLayer, "stage", late)
+    return mock.patch.object(flashinfer.Space, "stage", late)
 
 
 def empty_slots_weighted(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
     """An empty slot's stand-in counts as if the router had chosen it."""
 
-    def edit(_: Any, b: Batch) -> Batch:
-        return dataclasses.replace(b, weights=torch.where(b.weights == 0, 0.5, b.weights))
-
-    return batch_through(kernel, edit)
+    return batch_through(lambda _, b: {"weights": torch.where(b.weights == 0, 0.5, b.weights)})
 
 
-@contextlib.contextmanager
-def counts_left_unequal(kernel: type[Kernel]) -> Iterator[None]:
-    with mock.patch.object(kernel, "sheet", dataclasses.replace(kernel.sheet, equal_counts=False)):
-        yield
+def counts_left_unequal(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    real = flashinfer.SharedBuffer.inputs
+    return mock.patch.object(
+        flashinfer.SharedBuffer, "inputs", lambda self, count, tokens: real(self, count, count)
+    )
 
 
 @contextlib.contextmanager
@@ -318,8 +328,8 @@ MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (empty_slots_left_to_the_kernel, STALE),
     (empty_slots_weighted, STALE),
     (ids_of_the_next_rank, EVERY),
-    # The pull kernels of FP8 and BF16 copy ids of any width.
-    (ids_of_the_wrong_width, tuple(set(EVERY) - {"sm90_pull_bf16", "sm90_pull_fp8"})),
+    # The others read the buffer that staging fills.
+    (ids_of_the_wrong_width, ("sm90_push_bf16", "sm90_push_fp8", *MX)),
     (stale_tokens, EVERY),
     (stale_routing, EVERY),
     (activation_scales_of_the_next_token, FED),

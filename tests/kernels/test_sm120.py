@@ -188,8 +188,8 @@ def test_split_compiles_every_bucket_at_warm_up_and_none_afterwards() -> None:
     with emulated(SM120) as device, prepare(layer, layer.held(0)) as prepared:
         prepared.warmup()
         (warm,) = (set(what) for what in device.compiled.values())
-        kernel: Any = prepared._kernel
-        assert {bucket for bucket, _ in warm} == set(kernel.buckets()) == {2, 4, 7}
+        (space,) = prepared._spaces
+        assert {bucket for bucket, _ in warm} == set(space.compiles()) == {2, 4, 7}
         assert len({address for _, address in warm}) == 1
         kept = []
         for tokens in (0, 1, 2, 3, 4, 5, 7):
@@ -213,13 +213,13 @@ def test_staging_and_launch_are_two_steps(kernel: str) -> None:
     rank announces the same bucket where the kernel wants one."""
     layer = evenly(kernel)
     steps: list[str] = []
-    stage, compute = flashinfer.MegaLayer.stage, flashinfer.MegaLayer.compute
+    stage, compute = flashinfer.Space.stage, flashinfer.Space.compute
 
-    def staged(self: Any, x: Any, ids: Any, weights: Any, scales: Any = None, **more: Any) -> None:
-        assert more == ({} if kernel == "sm120_mxfp8" else {"bucket": layer.capacity})
-        stage(self, x, ids, weights, scales, **more)
+    def staged(self: Any, batch: Any, *, bucket: int | None = None) -> None:
+        assert bucket == (None if kernel == "sm120_mxfp8" else layer.capacity)
+        stage(self, batch, bucket=bucket)
         steps.append("stage")
-        for tensor in (x, scales):
+        for tensor in (batch.x, batch.scales):
             tensor.view(torch.uint8).fill_(0x7F)  # NaN in E4M3; ids and weights may be the caller's
 
     def launched(self: Any, out: Any, **more: Any) -> None:
@@ -227,8 +227,8 @@ def test_staging_and_launch_are_two_steps(kernel: str) -> None:
         steps.append("compute")
 
     with (
-        mock.patch.object(flashinfer.MegaLayer, "stage", staged),
-        mock.patch.object(flashinfer.MegaLayer, "compute", launched),
+        mock.patch.object(flashinfer.Space, "stage", staged),
+        mock.patch.object(flashinfer.Space, "compute", launched),
     ):
         assert differences(layer) == []
     assert sorted(steps) == ["compute"] * layer.world + ["stage"] * layer.world

@@ -13,49 +13,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.dispatch import session
-from megamoe.dispatch.placement import Table
 from megamoe.dispatch.shared import SharedFFN
 from megamoe.kernels.base import Batch
+from megamoe.kernels.plain import PlainWorkspace
+from megamoe.kernels.staging import Staging
 from megamoe.reference import moe
 
 
 def ids_off_by_one_rank(patch: pytest.MonkeyPatch, group: Any) -> None:
-    honest = Table.physical_ids
+    honest = Staging.physical
 
-    def wrong(self: Table, ids: Tensor, rank: int) -> Tensor:
-        found = honest(self, ids, rank)
+    def wrong(self: Staging, ids: Tensor, first: int = 0) -> Tensor:
+        found = honest(self, ids, first)
+        assert self.replicas is not None
         total = int(self.replicas.max()) + 1
         seats = -(-total // dist.get_world_size(group))
         return torch.where(found < 0, found, (found + seats) % total)
 
-    patch.setattr(Table, "physical_ids", wrong)
+    patch.setattr(Staging, "physical", wrong)
 
 
 def replica_counted_twice(patch: pytest.MonkeyPatch, group: Any) -> None:
-    """Every holder of a replica computes the slot, as if the receivers chose."""
-    honest = Table.physical_ids
+    """Every holder of a replica computes the slot, as if the receivers chose: a second one's answer
+    comes on top of the first's."""
+    honest = PlainWorkspace.run
+    stagings: list[Staging] = []
+    init = session.Staging
 
-    def wrong(self: Table, ids: Tensor, rank: int) -> Tensor:
-        return torch.cat([honest(self, ids, rank + r) for r in range(int(self.counts.max()))], 1)
+    def seen(**fields: Any) -> Staging:
+        stagings.append(init(**fields))
+        return stagings[-1]
 
-    def stage(x: Tensor, ids: Tensor, weights: Tensor, **rest: Any) -> Batch:
-        # The same replica twice is one computation; another one is a second.
-        k = weights.shape[1]
-        for start in range(k, ids.shape[1], k):
-            again = (ids[:, start : start + k, None] == ids[:, None, :start]).any(2)
-            ids[:, start : start + k][again] = -1
-        return honest_stage(x, ids, weights.repeat(1, ids.shape[1] // max(k, 1)), **rest)
+    def twice(self: PlainWorkspace, batch: Batch, out: Tensor) -> None:
+        honest(self, batch, out)
+        table, counts = stagings[-1].replicas, stagings[-1].counts
+        assert table is not None
+        assert counts is not None
+        # Physical ids to those of the logical expert's next holder, or to none.
+        after = torch.full((int(table.max()) + 1,), -1)
+        for row, count in zip(table.tolist(), counts.tolist(), strict=True):
+            for i in range(count) if count > 1 else ():
+                after[row[i]] = row[(i + 1) % count]
+        ids = torch.where(batch.ids < 0, -1, after[batch.ids.clamp(min=0)])
+        more = torch.empty_like(out)
+        honest(self, dataclasses.replace(batch, ids=ids), more)
+        out += more
 
-    honest_stage = session.stage
-    patch.setattr(Table, "physical_ids", wrong)
-    patch.setattr(session, "stage", stage)
+    patch.setattr(session, "Staging", seen)
+    patch.setattr(PlainWorkspace, "run", twice)
 
 
 def empty_slot_wraps_to_the_last_expert(patch: pytest.MonkeyPatch, group: Any) -> None:
-    def wrong(self: Table, ids: Tensor, rank: int) -> Tensor:
+    def wrong(self: Staging, ids: Tensor, first: int = 0) -> Tensor:
+        assert self.replicas is not None
         return self.replicas[ids, 0]  # -1 is the last row
 
-    patch.setattr(Table, "physical_ids", wrong)
+    patch.setattr(Staging, "physical", wrong)
 
 
 def scaled_twice(patch: pytest.MonkeyPatch, group: Any) -> None:
@@ -79,17 +92,16 @@ def shared_expert_summed_over_ranks(patch: pytest.MonkeyPatch, group: Any) -> No
 def stale_rows(patch: pytest.MonkeyPatch, group: Any) -> None:
     """A workspace that keeps its last row from the call before."""
     kept: list[Tensor] = []
-    honest = session.stage
+    honest = PlainWorkspace.run
 
-    def stage(x: Tensor, ids: Tensor, weights: Tensor, **rest: Any) -> Batch:
-        batch = honest(x, ids, weights, **rest)
+    def run(self: PlainWorkspace, batch: Batch, out: Tensor) -> None:
         fresh = batch.x.clone()
         if kept and len(fresh):
             batch = dataclasses.replace(batch, x=torch.cat([fresh[:-1], kept[0][-1:]]))
         kept[:] = [fresh]
-        return batch
+        honest(self, batch, out)
 
-    patch.setattr(session, "stage", stage)
+    patch.setattr(PlainWorkspace, "run", run)
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
