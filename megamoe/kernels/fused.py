@@ -58,7 +58,8 @@ def stage(
     its columns are not next to each other; ``into.x`` may be x itself, whose rows the kernel then
     takes as they are. E4M3 codes may go to uint8; float32 takes the clamped quotients before their
     last rounding. Nothing is read back. The first launch for a plan's constants, dtypes and
-    alignment of x compiles, so it has to precede a capture; counts, strides and ``first`` are free.
+    alignment of x compiles, so it has to precede a capture; counts, the capacity, ``first``, factor
+    and where ids and weights lie are free.
     """
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):

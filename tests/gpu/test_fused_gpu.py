@@ -181,7 +181,7 @@ def test_a_call_is_one_launch(fmt: Format) -> None:
     layer.check()
 
 
-def test_other_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_counts_compile_nothing() -> None:
     """A capture after the first call must not meet the compiler."""
     layer = Layer(FP8_1X128)
     layer.stage()
