@@ -27,8 +27,8 @@ from megamoe.kernels.base import Kernel
 from megamoe.problem import Machine, Request
 from megamoe.reference.canary import digest
 from megamoe.reference.router import logits as exact_logits
-from megamoe.suite import bench, results, run
-from megamoe.suite.cases import CASES, case
+from megamoe.suite import bench, results, run, soak
+from megamoe.suite.cases import CASES, Shape, case
 
 say = Console(highlight=False, soft_wrap=True, markup=False).print
 
@@ -77,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("--core", action="store_true", help="the core cases only")
     judge.add_argument("--case", action="append", help="only this one; may be given again")
     judge.add_argument("--results", type=Path, help="a folder for the records, as JSON")
+    judge.add_argument(
+        "--soak", type=int, metavar="N", help="walk N random serving steps instead of the cases"
+    )
+    judge.add_argument("--soak-seed", type=int, default=0, metavar="S", help="of the walk")
+    judge.add_argument("--soak-from", type=int, default=0, metavar="K", help="its first step")
     judge.set_defaults(run=_check)
 
     timed = commands.add_parser("bench", help="time kernels that the oracle finds right")
@@ -184,6 +189,10 @@ def _check(args: argparse.Namespace) -> int:
         if why:
             say(f"{kernel.sheet.name}: not run: {why}")
             continue
+        if args.soak is not None:
+            judged += 1
+            failed += not _soak(args, kernel, shape, machine)
+            continue
         with run.pool(args.world_size) as pool:
             picked = (
                 [case(name) for name in args.case]
@@ -202,10 +211,24 @@ def _check(args: argparse.Namespace) -> int:
                     results.store(
                         args.results, kernel.sheet.name, args.world_size, what.name, entry
                     )
-    say(f"{judged} cases judged on {machine.name}, {failed} failed")
+    kind = "cases" if args.soak is None else "walks"
+    say(f"{judged} {kind} judged on {machine.name}, {failed} failed")
     if not judged:
         raise MegaMoEError("no kernel could be run here: nothing was judged")
     return 1 if failed else 0
+
+
+def _soak(args: argparse.Namespace, kernel: type[Kernel], shape: Shape, machine: Machine) -> bool:
+    """One kernel's walk; whether it passed."""
+    with run.pool(args.world_size) as pool:
+        entry = soak.soak(
+            pool, kernel, shape, machine,
+            steps=args.soak, seed=args.soak_seed, first=args.soak_from, tell=say,
+        )  # fmt: skip
+    if args.results is not None:
+        name = f"seed {args.soak_seed}, from step {args.soak_from}"
+        results.store(args.results / "soak", kernel.sheet.name, args.world_size, name, entry)
+    return soak.passed(entry)
 
 
 def _kernels(wanted: Sequence[str]) -> list[type[Kernel]]:
