@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from megamoe.dispatch.machine import probe
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
+from megamoe.dispatch.startup import Start
+from megamoe.dispatch.tuning import Mode
 from megamoe.dispatch.watchdog import TIMEOUT, OnFailure
 from megamoe.errors import BadInput, bad_input
 from megamoe.parity import Parity
@@ -30,6 +33,10 @@ def prepare(
     top_k: int | None = None,
     kernel: str = "auto",
     host: Host | None = None,
+    workspaces: Iterable[int] = (),
+    tuning: Mode | None = None,
+    samples: tuple[Tensor, TopK] | None = None,
+    most_replicas: int | None = None,
     timeout: float = TIMEOUT,
     on_failure: OnFailure = "abort",
 ) -> PreparedWeights:
@@ -39,6 +46,15 @@ def prepare(
     weights were loaded for more than one rank). max_tokens_per_rank: the capacity, the same on
     every rank. top_k: where the weights carry no router. kernel: "auto", or a name that alone may
     be chosen.
+
+    workspaces: capacities of further workspaces, tokens a rank, such as (64, 256, 1024); a step
+    runs in the one that its max_tokens chooses. Which serves which is measured in ``warmup``, where
+    tuning allows it. tuning: "on" also measures the kernel's tactics here, which compiles each
+    (minutes); None is MEGAMOE_TUNING's. Winners are kept in MEGAMOE_CACHE_DIR, and found there by
+    the next start. samples: (x, topk) like the rows that will be served, for these measurements.
+
+    most_replicas: how many slots may come to hold one expert, where ``layer.update`` is to move
+    experts between ranks.
 
     timeout: seconds that a call waits for a rank that lives but does not come; it is then named. A
     rank that raises or dies is named earlier. Where the call cannot raise any more, because it
@@ -70,7 +86,14 @@ def prepare(
             shared_by = ranks.ranks_per_gpu(weights.device)
             decision = decide(request, weights.device, kernel, asked, ranks_per_gpu=shared_by)
             watch = Parity.of(weights, decision, ranks, asked)
-            return PreparedWeights(weights, decision, ranks, watch)
+            start = Start(
+                capacities=tuple(workspaces),
+                tuning=tuning or asked.tuning,
+                cache_dir=asked.cache_dir,
+                samples=samples,
+                most_replicas=most_replicas,
+            )
+            return PreparedWeights(weights, decision, ranks, watch, start)
     except BaseException:
         ranks.close()
         raise

@@ -12,7 +12,7 @@ from megamoe.settings import Settings
 def test_empty_environment_is_the_defaults() -> None:
     assert settings.read({}) == Settings()
     assert Settings() == Settings(
-        force_reference="off", parity_every=0, dump_dir=None, kernel=None, tuning="on",
+        force_reference="off", parity_every=0, dump_dir=None, kernel=None, tuning="workspaces",
         cache_dir=None,
     )  # fmt: skip
 
@@ -33,7 +33,8 @@ def test_empty_values_mean_unset() -> None:
         ("MEGAMOE_PARITY", "0250", Settings(parity_every=250)),
         ("MEGAMOE_DUMP", "some/dir", Settings(dump_dir=Path("some/dir"))),
         ("MEGAMOE_KERNEL", "torch_grouped", Settings(kernel="torch_grouped")),
-        ("MEGAMOE_TUNING", "on", Settings()),
+        ("MEGAMOE_TUNING", "on", Settings(tuning="on")),
+        ("MEGAMOE_TUNING", "workspaces", Settings()),
         ("MEGAMOE_TUNING", "cached", Settings(tuning="cached")),
         ("MEGAMOE_TUNING", "off", Settings(tuning="off")),
         ("MEGAMOE_CACHE_DIR", "some/dir", Settings(cache_dir=Path("some/dir"))),

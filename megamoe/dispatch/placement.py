@@ -13,6 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from megamoe.errors import bad_input
 from megamoe.formats import Quantised
 from megamoe.problem import ExpertWeights, MoEWeights, Placement
 
@@ -24,19 +25,28 @@ def physical(placement: Placement) -> Placement:
     )
 
 
-def replicas(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor] | None:
+def replicas(
+    placement: Placement, device: torch.device, most: int | None = None
+) -> tuple[Tensor, Tensor] | None:
     """The physical experts that hold each logical one, int64 [E, most], and how many, int64 [E].
 
-    None where physical ids are the logical ones.
+    most: the table's width, for placements to come; without it, the greatest number of replicas
+    there is. None where physical ids are the logical ones and no other placement is to come.
     """
-    if placement.is_contiguous or placement.num_experts == 0:
+    if placement.num_experts == 0 or (placement.is_contiguous and most is None):
         return None
     found: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for rank, slots in enumerate(placement.slots):
         for position, expert in enumerate(slots):
             if expert >= 0:
                 found[expert].append(rank * placement.slots_per_rank + position)
-    most = max(len(f) for f in found)
+    needed = max(len(f) for f in found)
+    if most is not None and needed > most:
+        raise bad_input(
+            "placement", f"of {needed} replicas of one expert", f"exceeds most_replicas {most}",
+            "prepare the layer for more",
+        )  # fmt: skip
+    most = most or needed
     filled = [f + f[:1] * (most - len(f)) for f in found]
     return (
         torch.tensor(filled, dtype=torch.int64, device=device),

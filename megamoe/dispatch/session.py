@@ -8,15 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megamoe.dispatch.fingerprint import fingerprint
+from megamoe.dispatch.fingerprint import fingerprint, short
 from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.shared import SharedFFN
+from megamoe.dispatch.startup import Rig, Start, check_capacities, tuner_of
+from megamoe.dispatch.tuning import Counts
+from megamoe.dispatch.workspaces import Choice, ascending, rounds
 from megamoe.errors import BadInput, MegaMoEError, bad_input
 from megamoe.kernels.base import Context, Kernel, Workspace
 from megamoe.kernels.staging import Staging
-from megamoe.problem import MoEWeights, TopK
+from megamoe.problem import MoEWeights, Request, TopK
 
 Verdict = Callable[[Tensor], None]
 Watch = Callable[[Tensor, TopK, Tensor], Verdict | None]
@@ -36,8 +39,10 @@ class PreparedWeights:
         decision: Decision,
         ranks: Ranks | None = None,
         watch: Watch | None = None,
+        start: Start | None = None,
     ) -> None:
         """ranks: inside their step "prepare"; None on one rank. watch: judges calls."""
+        start = start or Start()
         request = decision.request
         self.decision = decision
         self.request = request
@@ -58,8 +63,9 @@ class PreparedWeights:
             if request.scale_at == "output" and "output scaling" not in features
             else 1.0
         )
+        seen = dataclasses.replace(request, placement=physical(weights.placement))
         context = Context(
-            request=dataclasses.replace(request, placement=physical(weights.placement)),
+            request=seen,
             machine=decision.machine,
             device=weights.device,
             rank=weights.rank,
@@ -70,11 +76,14 @@ class PreparedWeights:
         share = padded(weights)
         facts = fingerprint(weights, decision)
         facts.update(decision.kernel.must_agree(share, context))
+        capacities = ascending((*start.capacities, request.max_tokens_per_rank))
+        check_capacities(capacities, request.max_tokens_per_rank)
+        facts["workspaces"] = str(capacities)
+        table = replicas(weights.placement, weights.device, start.most_replicas)
+        facts["replicas"] = "none" if table is None else str(table[0].shape[1])
         self._ranks.agree("request", facts)
         kernel = decision.kernel.prepare(share, context)
         self._kernel: Kernel | None = kernel
-        self._spaces = [kernel.open(request.max_tokens_per_rank)]
-        table = replicas(weights.placement, weights.device)
         self._staging = Staging(
             num_experts=request.num_experts,
             rank=weights.rank,
@@ -85,6 +94,15 @@ class PreparedWeights:
             stale=kernel.sheet.empty_slots == "stale",
             order=kernel.order,
         )
+        self._rig = Rig(kernel, self._staging, request, weights.device, start.samples)
+        self._tuner = tuner_of(start, decision, seen, self._ranks, weights.device)
+        self.tactics = self._tuner.tactics({c: kernel.tactics(c) for c in capacities}, self._rig)
+        """By capacity, what each workspace runs, and where that came from."""
+        self._spaces: list[Workspace] = []
+        for capacity in capacities:
+            self._spaces.append(kernel.open(capacity, self.tactics[capacity].knobs or None))
+        self.choice = Choice.of(capacities)
+        """Which workspace serves which step."""
         self._ranks.gather("ready", "")
 
     # --- the call ---------------------------------------------------------------------------------
@@ -110,7 +128,7 @@ class PreparedWeights:
             self._check(x, topk, out)
             self._check_capture(kernel)
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
-            rounds, step, tokens = self._rounds(x.shape[0], max_tokens)
+            number, step, tokens = self._rounds(x.shape[0], max_tokens)
             self._check_ids(topk.ids)
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             verdict = None
@@ -118,10 +136,10 @@ class PreparedWeights:
                 verdict = self._watch(x, topk, self._staging.physical(topk.ids))
             call.launch(self.device)
             shared = None if self._shared is None else self._shared.start(x)
-            if rounds == 1:
+            if number == 1:
                 self._run(x, topk.ids, topk.weights, y, tokens, factor)
             else:
-                for first in range(0, rounds * step, step):
+                for first in range(0, number * step, step):
                     part = slice(first, first + step)
                     inputs = x[part], topk.ids[part], topk.weights[part]
                     self._run(*inputs, y[part], tokens, factor, first)
@@ -216,9 +234,8 @@ class PreparedWeights:
                 "max_tokens", max_tokens, f"is below this rank's {count} tokens",
                 "pass the greatest count of any rank",
             )  # fmt: skip
-        rounds = max(1, -(-max_tokens // capacity))
-        step = -(-max_tokens // rounds)
-        return rounds, step, step
+        number, step = rounds(max_tokens, capacity)
+        return number, step, step
 
     def _check_ids(self, ids: Tensor) -> None:
         """On a CPU, where looking costs nothing; on a GPU staging raises the flag."""
@@ -247,7 +264,8 @@ class PreparedWeights:
         space.run(batch, out)
 
     def _space(self, tokens: int) -> Workspace:
-        return self._spaces[0]
+        """Of a step whose greatest count is ``tokens``: the same on every rank."""
+        return self._spaces[self.choice.index(tokens)] if len(self._spaces) > 1 else self._spaces[0]
 
     # --- the rest of its life ---------------------------------------------------------------------
 
@@ -258,23 +276,92 @@ class PreparedWeights:
             call.launch(self.device)
             for space in self._spaces:
                 for tokens in space.compiles():
-                    self._run(*self._dummy(tokens), tokens)
+                    self._rig.run(space, tokens)
+            self._rig.stage_others(self._spaces[0])
             if self._shared is not None:
                 self._shared.warmup(self.request.max_tokens_per_rank)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            by_capacity = {space.capacity: space for space in self._spaces}
+            self.choice = self._tuner.choice(
+                self.tactics, lambda capacity, tokens: self._rig.step(by_capacity[capacity], tokens)
+            )
             self._ranks.gather("warm", "")
         self._warm = True
 
-    def _dummy(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows of zeros over all experts, and where their output goes."""
-        request, device = self.request, self.device
-        k, experts = request.top_k, request.num_experts
-        x = torch.zeros(tokens, request.hidden_size, dtype=torch.bfloat16, device=device)
-        ids = torch.arange(tokens * k, device=device).view(tokens, k)
-        ids = ids % experts if experts else torch.full_like(ids, -1)
-        weights = torch.full((tokens, k), 1.0 / k, dtype=torch.float32, device=device)
-        return x, ids, weights, torch.empty_like(x)
+    @property
+    def started(self) -> Counts:
+        """What the start measured, read and wrote: all zero but ``read`` after a warm one."""
+        return self._tuner.counts
+
+    def update(self, weights: MoEWeights) -> None:
+        """Exchange the experts between two steps: other ones, or the same elsewhere; collective.
+
+        weights: of the same geometry, formats and slots a rank; the placement may differ, as far as
+        the layer was prepared for it (``most_replicas``). Written in place and in stream order, so
+        that graphs captured before compute with the new experts, scales included. A router or a
+        shared expert is left as it is.
+
+        Raises BadInput where the weights do not fit, before anything is written; Unsupported where
+        the kernel cannot exchange its experts in place.
+        """
+        kernel = self._open()
+        with self._ranks.step("update") as call:
+            if self._watch is not None:
+                raise bad_input(
+                    "layer", "", "has its calls judged against the experts as they were loaded "
+                    "(MEGAMOE_PARITY)", "unset it and prepare again",
+                )  # fmt: skip
+            table = self._check_update(weights)
+            facts = {"placement": short(str(weights.placement)), "update of": self.decision.name}
+            self._ranks.agree("update", facts)
+            call.launch(self.device)
+            kernel.update(padded(weights))
+            if table is not None:
+                assert self._staging.replicas is not None
+                assert self._staging.counts is not None
+                self._staging.replicas.copy_(table[0])
+                self._staging.counts.copy_(table[1])
+            self._ranks.gather("updated", "")
+
+    def _check_update(self, weights: MoEWeights) -> tuple[Tensor, Tensor] | None:
+        """The new table of replicas, where there is one."""
+        before, rank = self.request, self._staging.rank
+        if (weights.rank, weights.device) != (rank, self.device):
+            raise bad_input(
+                "weights", f"of rank {weights.rank} on {weights.device}",
+                f"are not rank {rank}'s on {self.device}", "pass this rank's share",
+            )  # fmt: skip
+        after = dataclasses.replace(
+            Request.of(
+                weights, top_k=before.top_k, max_tokens_per_rank=before.max_tokens_per_rank,
+                host=before.host,
+            ),
+            placement=before.placement,
+        )  # fmt: skip
+        for field in dataclasses.fields(after):
+            old, new = (getattr(request, field.name) for request in (before, after))
+            if old != new:
+                raise bad_input(
+                    f"weights' {field.name}", new, f"is not the layer's {old}",
+                    "close the layer and prepare it again",
+                )  # fmt: skip
+        old_places, places = before.placement, weights.placement
+        sizes = [(p.num_experts, p.world_size, p.slots_per_rank) for p in (old_places, places)]
+        if sizes[0] != sizes[1]:
+            raise bad_input(
+                "placement", f"of {sizes[1]} (experts, ranks, slots a rank)",
+                f"is not the layer's {sizes[0]}", "close the layer and prepare it again",
+            )  # fmt: skip
+        held = self._staging.replicas
+        if held is None:
+            if not places.is_contiguous:
+                raise bad_input(
+                    "placement", "", "moves experts of a layer that was prepared with fixed ones",
+                    "prepare it with most_replicas",
+                )  # fmt: skip
+            return None
+        return replicas(places, self.device, held.shape[1])
 
     def check(self) -> None:
         """Raise RankFailure where the ranks' group has failed, BadInput where an id outside [-1, E)

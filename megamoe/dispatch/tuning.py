@@ -20,8 +20,9 @@ from megamoe.dispatch.cache import Cache, Key, digest, plain
 from megamoe.dispatch.workspaces import Choice, Seconds, points, slowest
 from megamoe.errors import BadInput, MegaMoEError, RankFailure, bad_input
 
-Mode = Literal["on", "cached", "off"]
-"""on: measure what the cache lacks. cached: use it, measure nothing. off: neither."""
+Mode = Literal["on", "workspaces", "cached", "off"]
+"""on: measure what the cache lacks. workspaces: only which of them serves which step, with tactics
+that are cached or the default. cached: use the cache, measure nothing. off: neither."""
 
 Knobs = Mapping[str, Any]
 Gather = Callable[[str, str], list[str]]
@@ -125,7 +126,7 @@ class Tuner:
         agreed = self._agreed("choice", {"all": mine}, made_for)
         if held is not None and agreed["all"]:
             return held
-        if self.mode != "on":
+        if self.mode not in ("on", "workspaces"):
             return Choice.of(sizes)
         measured: dict[tuple[int, int], float] = {}
         for capacity, tokens in points(sizes):

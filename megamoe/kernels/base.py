@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megamoe.errors import bad_input
+from megamoe.errors import Unsupported, bad_input
 from megamoe.formats import PLAIN_BF16, Format
 from megamoe.problem import Activation, ExpertWeights, Machine, MoEWeights, Recipe, Request
 
@@ -182,8 +182,23 @@ class Kernel(abc.ABC):
     def open(self, capacity: int, tactic: Tactic | None = None) -> Workspace:
         """Buffers for up to ``capacity`` tokens a rank; collective.
 
-        tactic: the kernel's own knobs; None leaves them to its heuristic.
+        tactic: one of ``tactics``; None is the default.
         """
+
+    def tactics(self, capacity: int) -> Sequence[Tactic]:
+        """What a workspace of ``capacity`` can be opened with, the default first; the same on every
+        rank. An empty one leaves all to the kernel.
+        """
+        return ({},)
+
+    def update(self, weights: MoEWeights) -> None:
+        """Take other experts in place, in stream order: every pointer stays, so that captured
+        graphs compute with the new ones. weights: as for ``prepare``.
+        """
+        raise Unsupported(
+            f"{self.sheet.name} cannot exchange its experts in place; close the layer and prepare "
+            "it again"
+        )
 
     @property
     def capturable(self) -> bool:
@@ -229,6 +244,10 @@ class Workspace(abc.ABC):
     @abc.abstractmethod
     def run(self, batch: Batch, out: Tensor) -> None:
         """Write the weighted sum of the routed experts into ``out``, BF16 [n, H]; collective."""
+
+    def compile(self) -> None:
+        """What a first launch would compile, as far as that can be had without one."""
+        return None
 
     def compiles(self) -> Sequence[int]:
         """Token counts of which each needs a launch of its own to compile; ascending."""

@@ -131,6 +131,19 @@ def claim(tree: str) -> None:
         )
 
 
+PULL = "moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel"
+
+
+def tactics(name: str, **geometry: Any) -> list[Tactic]:
+    """The pull kernels' candidates for a geometry, the default first; starts no CUDA."""
+    offered = getattr(load(PULL), name, None)
+    if offered is None:
+        raise Unsupported(
+            f"the installed FlashInfer has no {name}; these adapters were written for {LEAST}"
+        )
+    return [dict(knobs) for knobs in offered(**geometry)]
+
+
 class MegaLayer:
     """One ``MoEEpLayer`` in its mega mode, over a kernel's own bytes or a checkpoint's.
 

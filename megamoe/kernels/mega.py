@@ -21,8 +21,6 @@ from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Tactic, Workspace
 from megamoe.problem import ExpertWeights, MoEWeights
 
-PULL = "moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel"
-
 
 class MegaKernel(Kernel):
     """A layer of FlashInfer. config: the name of its configuration. tree: the kernels whose modules
@@ -70,6 +68,10 @@ class MegaKernel(Kernel):
             top_k=request.top_k,
             **self.fields(self.context),
         )
+
+    def update(self, weights: MoEWeights) -> None:
+        fresh = self.handed(self.pack(weights.experts, self.context), self.context)
+        replace_tensors(self.layer.transformed, fresh)
 
     def close(self) -> None:
         self.layer.close()
@@ -163,7 +165,9 @@ class PullWorkspace(MegaWorkspace):
     def __init__(
         self, kernel: MegaKernel, capacity: int, tactic: Tactic | None, *, launch: str
     ) -> None:
-        super().__init__(kernel, capacity, tactic)
+        # A whole dict of knobs: without one FlashInfer would look into a file of its own, keyed by
+        # no version, in which another capacity's tactic may stand.
+        super().__init__(kernel, capacity, tactic or kernel.tactics(capacity)[0])
         self.launch = launch
         coded = kernel.rows != PLAIN_BF16
         self.held = Batch(
@@ -184,14 +188,20 @@ class PullWorkspace(MegaWorkspace):
     def inputs(self, x: Tensor, top_k: int, tokens: int) -> Batch:
         return dataclasses.replace(self.held, count=x.shape[0], tokens=tokens)
 
+    def compile(self) -> None:
+        self._launch()
+
     def run(self, batch: Batch, out: Tensor) -> None:
+        self._launch()()
+        if batch.count:
+            out.copy_(self.output[: batch.count])
+
+    def _launch(self) -> Callable[[], None]:
         stream = stream_of(self.device)
         launch = self._launches.get(stream)
         if launch is None:
-            launch = self._launches[stream] = self.space.thunk(PULL, self.launch)
-        launch()
-        if batch.count:
-            out.copy_(self.output[: batch.count])
+            launch = self._launches[stream] = self.space.thunk(flashinfer.PULL, self.launch)
+        return launch
 
     def close(self) -> None:
         self._launches.clear()
@@ -203,6 +213,14 @@ def stream_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def replace_tensors(held: Any, fresh: Any) -> None:
+    """Write every tensor of one pack over those of another of the same shapes."""
+    for old, new in zip(tensors_of(held), tensors_of(fresh), strict=True):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        bits = torch.uint8 if old.dtype.itemsize == 1 else old.dtype
+        old.view(bits).copy_(new.view(bits))
 
 
 def tensors_of(packed: Any) -> Iterator[Tensor]:

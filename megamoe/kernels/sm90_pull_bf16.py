@@ -73,5 +73,8 @@ class Sm90PullBf16(MegaKernel):
     def fields(cls, context: Context) -> dict[str, Any]:
         return {"gate_up_clamp": context.request.activation.limit}
 
+    def tactics(self, capacity: int) -> list[Tactic]:
+        return flashinfer.tactics("hopper_bf16_candidates", max_tokens=capacity)
+
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
         return PullWorkspace(self, capacity, tactic, launch="hopper_bf16_mega_launch_thunk")

@@ -45,6 +45,7 @@ from megamoe.kernels.operands import (
 from megamoe.problem import ExpertWeights, MoEWeights, Recipe
 
 CONFIG = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
+CANDIDATES = "hopper_fp8_candidates"
 LAUNCH = "hopper_fp8_mega_launch_thunk"
 
 
@@ -99,6 +100,9 @@ class Sm90PullFp8(MegaKernel):
             "gate_up_clamp": context.request.activation.limit,
             "fp8_scale_mode": "blockwise",
         }
+
+    def tactics(self, capacity: int) -> list[Tactic]:
+        return flashinfer.tactics(CANDIDATES, fp8_scale_mode="blockwise", max_tokens=capacity)
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
         return PullWorkspace(self, capacity, tactic, launch=LAUNCH)
@@ -182,6 +186,9 @@ class Sm90PullFp8Tensor(MegaKernel):
     def __init__(self, packed: PullFp8Weights, context: Context) -> None:
         self.rows = static(activation_scales(context)[0])
         super().__init__(packed, context)
+
+    def tactics(self, capacity: int) -> list[Tactic]:
+        return flashinfer.tactics(CANDIDATES, fp8_scale_mode="per_tensor", max_tokens=capacity)
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
         return PullWorkspace(self, capacity, tactic, launch=LAUNCH)

@@ -71,5 +71,16 @@ class Sm90PullMxfp4(MegaKernel):
     def fields(cls, context: Context) -> dict[str, Any]:
         return {"gate_up_clamp": context.request.activation.limit}
 
+    def tactics(self, capacity: int) -> list[Tactic]:
+        request = self.context.request
+        return flashinfer.tactics(
+            "hopper_mxfp4_candidates",
+            max_tokens=capacity,
+            hidden=request.hidden_size,
+            intermediate=request.intermediate_size,
+            num_experts=request.num_experts,
+            world_size=request.world_size,
+        )
+
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
         return PullWorkspace(self, capacity, tactic, launch="hopper_mxfp4_mega_launch_thunk")

@@ -92,6 +92,18 @@ class Sm90PullNvfp4(MegaKernel):
         self.order = column_order(packed.kperm, context.device)
         super().__init__(packed, context)
 
+    def tactics(self, capacity: int) -> list[Tactic]:
+        request = self.context.request
+        return flashinfer.tactics(
+            "hopper_nvfp4_candidates",
+            max_tokens=capacity,
+            hidden=request.hidden_size,
+            intermediate=request.intermediate_size,
+            num_experts=request.num_experts,
+            world_size=request.world_size,
+            kperm=NVFP4_KPERM,
+        )
+
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
         return PullWorkspace(self, capacity, tactic, launch="hopper_nvfp4_mega_launch_thunk")
 

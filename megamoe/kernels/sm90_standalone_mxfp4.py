@@ -15,6 +15,7 @@ from megamoe.kernels.layout import (
     pack_standalone_mxfp4,
     unpack_standalone_mxfp4,
 )
+from megamoe.kernels.mega import replace_tensors
 from megamoe.kernels.operands import STANDALONE_MID, canonical, fp4, neutral
 from megamoe.kernels.standalone import SharedWorkspace
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
@@ -78,6 +79,9 @@ class Sm90StandaloneMxfp4(Kernel):
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
         return SharedWorkspace(self, capacity, "mxfp4_mega_moe")
+
+    def update(self, weights: MoEWeights) -> None:
+        replace_tensors(self.packed, pack_standalone_mxfp4(neutral(canonical(weights.experts))))
 
     def close(self) -> None:
         return None

@@ -19,6 +19,7 @@ from megamoe.kernels.layout import (
     pack_standalone_nvfp4,
     standalone_nvfp4_operand,
 )
+from megamoe.kernels.mega import replace_tensors
 from megamoe.kernels.operands import STANDALONE_MID, balanced, canonical, nvfp4_operands
 from megamoe.kernels.standalone import SharedWorkspace
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
@@ -100,6 +101,9 @@ class Sm90StandaloneNvfp4(Kernel):
         space = SharedWorkspace(self, capacity, "nvfp4_mega_moe", **options)
         space.buffer.buffer.prewarm(**options)
         return space
+
+    def update(self, weights: MoEWeights) -> None:
+        replace_tensors(self.packed, pack_standalone_nvfp4(canonical(weights.experts))[0])
 
     def close(self) -> None:
         return None

@@ -133,6 +133,11 @@ class TorchGrouped(PlainKernel):
         terms[order] = term_mH
         out.copy_(self._sum(terms.view(n, k, terms.shape[1]), batch))
 
+    def update(self, weights: MoEWeights) -> None:
+        experts = rounded_bf16(weights.experts)
+        self.w13.copy_(with_bias(experts.w13, weights.experts.b13))
+        self.w2.copy_(with_bias(experts.w2, weights.experts.b2))
+
     @property
     def capturable(self) -> bool:
         capability = self.context.machine.capability

@@ -279,6 +279,10 @@ class ByHand:
         if None in parts or config is None:
             raise Unsupported("this FlashInfer's layer does not show how it was configured")
         config = dataclasses.replace(config, quantize_input=True)
+        tactic = layer.tactics[layer.request.max_tokens_per_rank].knobs
+        if tactic:  # the same workspace is shared by those who ask for the same
+            knobs = dataclasses.replace(config.megakernel, knobs=dict(tactic))
+            config = dataclasses.replace(config, megakernel=knobs)
         with flashinfer.environment(self.context):
             self.layer = self.api.MoEEpLayer(*parts, None, backend=config)
         self.launched = False

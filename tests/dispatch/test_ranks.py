@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megamoe.dispatch import watchdog as watchdogs
@@ -332,6 +333,7 @@ def test_a_rank_outside_of_calls_is_aborted_only_if_its_device_is_stuck(
 ) -> None:
     monkeypatch.setattr(watchdogs, "LOOK", 0.2)
     monkeypatch.setattr(watchdogs, "GRACE", 0.2)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     group = Group(2)
     group.watchdogs[0].on_failure = "abort"
     stuck = stream is not None and stream.busy
@@ -339,7 +341,7 @@ def test_a_rank_outside_of_calls_is_aborted_only_if_its_device_is_stuck(
     def work(ranks: Ranks, rank: int) -> None:
         prepare(ranks)
         with ranks.step("forward") as step:
-            step.launch(stream)
+            step.launch(None if stream is None else torch.device("cuda"))
             if rank == 1:
                 raise RuntimeError("out of memory")
         deadline = time.monotonic() + 20

@@ -124,13 +124,26 @@ class Device:
                     backend.launch: functools.partial(self.thunk, backend.launch)
                     for backend in BACKENDS.values()
                     if backend.launch is not None
-                }
+                },
+                **{
+                    f"hopper_{name}_candidates": functools.partial(candidates, name)
+                    for name in ("bf16", "fp8", "mxfp4", "nvfp4")
+                },
             ),
             "moe_ep.kernel_src.sm120.split_cutedsl_megakernel": SimpleNamespace(
                 select_graph_compile_bucket=bucket_of
             ),
             "megamoe": standalone.module(self),
         }
+
+
+def candidates(name: str, max_tokens: int, **geometry: Any) -> list[dict[str, Any]]:
+    """The default of a capacity, and two others."""
+    asked = {"bf16": set(), "fp8": {"fp8_scale_mode"}}
+    fp4 = {"hidden", "intermediate", "num_experts", "world_size"}
+    wanted = asked.get(name, fp4 | ({"kperm"} if name == "nvfp4" else set()))
+    require(set(geometry) == wanted, f"{name} candidates of {sorted(geometry)}")
+    return [{"tile": (n, 64), "capacity": max_tokens} for n in (64, 128, 256)]
 
 
 class TransformedMegaWeights(tuple[Any, Any]):
@@ -205,6 +218,10 @@ class MegaLayer:
     ) -> Handle:
         require(not self.destroyed, "the layer has been destroyed")
         require(live_tokens is None, "live_tokens")
+        if self.backend.launch is not None:
+            require(bool(knobs), "a tactic out of FlashInfer's own file")
+            of = knobs.get("capacity")
+            require(of == max_tokens_per_rank, f"the tactic of {of} at {max_tokens_per_rank}")
         sizes = [h._backend_workspace.capacity for h in self.handles if not h.destroyed]
         require(max_tokens_per_rank not in sizes, f"a second workspace of {max_tokens_per_rank}")
         key = (*self.key, max_tokens_per_rank, repr(knobs))
