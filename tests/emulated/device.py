@@ -218,6 +218,7 @@ class MegaLayer:
     ) -> Handle:
         require(not self.destroyed, "the layer has been destroyed")
         require(live_tokens is None, "live_tokens")
+        knobs = knobs or getattr(self.backend.config, "knobs", None)
         if self.backend.launch is not None:
             require(bool(knobs), "a tactic out of FlashInfer's own file")
             of = knobs.get("capacity")
@@ -415,7 +416,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _fields(config: Any) -> tuple[tuple[str, str], ...]:
-    return tuple((name, repr(value)) for name, value in sorted(vars(config).items()))
+    """Without the tactic, which is each workspace's own."""
+    fields = sorted(vars(config).items())
+    return tuple((name, repr(value)) for name, value in fields if name != "knobs")
 
 
 @contextlib.contextmanager
