@@ -64,6 +64,11 @@ class Static:
         self.out.fill_(torch.nan)
 
 
+def workspaces_of(chapter: int, capacity: int) -> tuple[int, ...]:
+    """Those besides the greatest: in every other chapter a small one too."""
+    return (max(1, capacity // 4),) if chapter % 2 else ()
+
+
 class Served:
     """One prepared layer, its stock and its graphs; collective to make and to close."""
 
@@ -78,6 +83,7 @@ class Served:
         kernel: str,
         shape: Shape,
         placement: str,
+        workspaces: Sequence[int],
         seed: int,
         rows: int,
         on_failure: OnFailure,
@@ -95,29 +101,38 @@ class Served:
             max_tokens_per_rank=shape.capacity,
             top_k=shape.top_k,
             kernel=kernel,
+            workspaces=workspaces,
             on_failure=on_failure,
         )
         self.layer.warmup()
         phase("the rows' output")
-        y = torch.cat(
-            [
-                self.layer.forward(part.x, part.topk)
-                for part in (
-                    inputs.rows(slice(at, at + shape.capacity))
-                    for at in range(0, rows, shape.capacity)
-                )
-            ]
-        )
-        phase("the rows' verdict")
         computed = [replace(r, experts=kind.as_computed(r.experts)) for r in inputs.ranks]
         measure = oracle.yardstick(
             replace(inputs, weights=computed, rank=rank), self.layer.decision.recipe
         )
-        self.report = measure.judge(y)
-        expected = torch.cat([y, y.new_zeros(1, y.shape[1])])
+        choice = self.layer.choice
+        alone = {
+            space: self._alone(inputs, tokens)
+            for tokens, space in zip(choice.bounds, choice.serves, strict=True)
+        }
+        phase("the rows' verdict")
+        self.verdicts = [_verdict(measure.judge(y), choice.capacities[i]) for i, y in alone.items()]
+        expected = {i: torch.cat([y, y.new_zeros(1, y.shape[1])]) for i, y in alone.items()}
         self.stock = Stock(inputs, sections, measure, expected)
         phase("graphs")
         self.statics = {size: self._static(size) for size in graph_sizes(shape.capacity)}
+
+    def _alone(self, inputs: oracle.Inputs, tokens: int) -> Tensor:
+        """All rows, ``tokens`` a call, from the workspace that serves steps of this size."""
+        parts = [inputs.rows(slice(at, at + tokens)) for at in range(0, inputs.tokens, tokens)]
+        return torch.cat([self.layer.forward(p.x, p.topk, max_tokens=tokens) for p in parts])
+
+    def space(self, step: Step) -> int:
+        """The workspace that serves a step."""
+        choice = self.layer.choice
+        if step.max_tokens is None:
+            return choice.index(self.shape.capacity)
+        return choice.index(choice.rounds(step.max_tokens)[1])
 
     def _static(self, size: int) -> Static:
         static = Static.of(size, self.shape, self.device)
@@ -158,13 +173,18 @@ class Served:
         self.layer.close()
 
 
+def _verdict(report: oracle.Report, capacity: int) -> dict[str, Any]:
+    names = ("right", "recipe", "share", "message")
+    return {"capacity": capacity} | {name: getattr(report, name) for name in names}
+
+
 @dataclass(slots=True, eq=False)
 class Tally:
     """What a rank did and found in one task.
 
     rows: verified, padding included. replays: of CUDA graphs. launches: rounds of all calls.
     differing: rows of other bits than the stock's. failures: the first in words, with all that it
-    takes to repeat them.
+    takes to repeat them. stock: the verdict on each workspace.
     """
 
     steps: int = 0
@@ -192,9 +212,10 @@ class Tally:
     def judge(self, step: Step, rows: Tensor, y: Tensor, served: Served) -> None:
         """Rows of a step have other bits than the stock's: are they right, for all that?"""
         stock = served.stock
-        off = stock.differs(rows, y).nonzero().flatten()
+        space = served.space(step)
+        off = stock.differs(rows, y, space).nonzero().flatten()
         self.differing += len(off)
-        wrong, message = stock.judge(rows[off], y[off])
+        wrong, message = stock.judge(rows[off], y[off], space)
         if not bool(wrong.any()):
             return
         token = int(off[wrong][0])
@@ -221,7 +242,8 @@ class Walker:
             self._refused(step)
             return
         rows, y = served.call(step)
-        self._waiting.append((step, rows, y, served.stock.differs(rows, y).sum()))
+        differs = served.stock.differs(rows, y, served.space(step))
+        self._waiting.append((step, rows, y, differs.sum()))
         tally.calls += 1
         tally.launches += step.rounds(served.shape.capacity)
         tally.padded += step.graph > 0
@@ -288,14 +310,13 @@ def serve(
                 _clear(state)
                 made = Served(
                     phase, rank, world_size, device=state.device, group=state.group, kernel=kernel,
-                    shape=shape, placement=placements[number % len(placements)], seed=seed,
-                    rows=rows, on_failure=on_failure,
+                    shape=shape, placement=placements[number % len(placements)],
+                    workspaces=workspaces_of(number, shape.capacity), seed=seed, rows=rows,
+                    on_failure=on_failure,
                 )  # fmt: skip
                 # Closed at the end of the pool like any other layer.
                 state.layers[key] = made, cast(megamoe.PreparedWeights, made)
-                report = made.report
-                names = ("right", "recipe", "share", "message")
-                tally.stock.append({name: getattr(report, name) for name in names})
+                tally.stock += made.verdicts
                 tally.prepares += 1
             walker, current = Walker(state.layers[key][0], tally), key
         assert walker is not None

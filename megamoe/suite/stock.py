@@ -1,6 +1,6 @@
 """Rows with known outputs, from which the batches of a walk are put together.
 
-A row is one token: x, ids, weights, and what the kernel gave for it, judged. Its bits depend
+A row is one token: x, ids, weights, and what each workspace gave for it, judged. Its bits depend
 neither on what else is in its batch nor on its rank or the size of the call, so a batch made of
 such rows is verified by comparing bits; rows of other bits are judged for themselves.
 """
@@ -26,18 +26,18 @@ Sections = Mapping[tuple[Routing, int], range]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stock:
-    """inputs: all rows. measure: what judges them. expected: BF16 [rows + 1, H], the kernel's
-    output; one more row, zeros, is what padding must give.
+    """inputs: all rows. measure: what judges them. expected: by workspace, BF16 [rows + 1, H], what
+    it gave; one more row, zeros, is what padding must give.
     """
 
     inputs: oracle.Inputs
     sections: Sections
     measure: oracle.Yardstick
-    expected: Tensor
+    expected: Mapping[int, Tensor]
 
     @property
     def padding(self) -> int:
-        return len(self.expected) - 1
+        return self.inputs.tokens
 
     def rows(self, step: Step, rank: int) -> Tensor:
         """The rows of this rank's tokens, int64 [tokens] on the CPU, the same everywhere."""
@@ -53,12 +53,14 @@ class Stock:
         ids, weights = self.inputs.topk.ids[rows], self.inputs.topk.weights[rows]
         return self.inputs.x[rows], TopK(ids=ids, weights=weights, scaled=False)
 
-    def differs(self, rows: Tensor, y: Tensor) -> Tensor:
-        """Which rows of an output have other bits, bool [n]; nothing is read from the device."""
-        want = self.expected[rows]
+    def differs(self, rows: Tensor, y: Tensor, space: int) -> Tensor:
+        """Which rows of an output have other bits than in their workspace, bool [n]; nothing is
+        read from the device.
+        """
+        want = self.expected[space][rows]
         return (y.view(torch.int16) != want.view(torch.int16)).any(1)
 
-    def judge(self, rows: Tensor, y: Tensor) -> tuple[Tensor, str]:
+    def judge(self, rows: Tensor, y: Tensor, space: int) -> tuple[Tensor, str]:
         """Which rows of an output are wrong, bool [n], and the first fault in words."""
         padding = rows == self.padding
         wrong = padding & (y != 0).any(1)
@@ -67,7 +69,7 @@ class Stock:
         while len(left):  # a row that is there twice is judged in turn
             once = {int(rows[position]): position for position in reversed(left.tolist())}
             now = torch.tensor(sorted(once.values()), device=y.device)
-            whole = self.expected[:-1].clone()
+            whole = self.expected[space][:-1].clone()
             whole[rows[now]] = y[now]
             report = self.measure.judge(whole)
             if not report.right:  # a fault of the batch as a whole has no rows of its own
