@@ -144,6 +144,29 @@ def tactics(name: str, **geometry: Any) -> list[Tactic]:
     return [dict(knobs) for knobs in offered(**geometry)]
 
 
+def prebuilt(thunk: Callable[[], None]) -> Callable[[], None]:
+    """The same launch, its arguments converted to C once instead of at every call.
+
+    A thunk holds a function compiled by CUTLASS's DSL and its arguments; the DSL converts them in
+    Python, which takes longer than the launch. Where a thunk is made otherwise, it is returned.
+    """
+    held = inspect.getclosurevars(thunk).nonlocals if inspect.isfunction(thunk) else {}
+    if inspect.isfunction(inner := held.get("thunk")):
+        held = inspect.getclosurevars(inner).nonlocals
+    compiled: Any = held.get("compiled")
+    arguments: Any = held.get("runtime_kwargs")
+    if not (hasattr(compiled, "generate_execution_args") and isinstance(arguments, dict)):
+        return thunk
+    values, kept = compiled.generate_execution_args(**arguments)
+    run = compiled.to(None).run_compiled_program
+
+    def launch() -> None:
+        run(values)
+
+    launch.kept = (thunk, kept)  # type: ignore[attr-defined]  # what the pointers point to
+    return launch
+
+
 class MegaLayer:
     """One ``MoEEpLayer`` in its mega mode, over a kernel's own bytes or a checkpoint's.
 
@@ -273,7 +296,7 @@ class Space:
         with self.first():
             made: Callable[[], None] = make(first, second, self.handle._backend_workspace)
         self.launched = True
-        return made
+        return prebuilt(made)
 
     def _found(self, name: str, find: Callable[[], Any]) -> Tensor:
         try:

@@ -109,14 +109,39 @@ def stage(
     ids_row, ids_slot = ids.stride()
     weights_row, weights_slot = weights.stride()
     most = 0 if replicas is None else replicas.shape[1]
-    _kernel()[(programs,)](
+    values = (
         rows_in, ids, weights, rows_out, into.ids, into.weights, scales, plan.sticky, replicas,
         counts, order, float(factor), found.given, n, rows, plan.rank + first, ids_row, ids_slot,
         weights_row, weights_slot, columns, stride, scale_columns, k, found.lanes, found.rows,
         plan.num_experts, most, plan.stale, mode, found.width, found.blocks, spread, period, *rule,
-        num_warps=found.warps,
     )  # fmt: skip
+    _launch(programs, values, found.warps)
 
+
+def _launch(programs: int, values: tuple[Any, ...], warps: int) -> None:
+    """Launch with the compiled kernel of before where all that chose it is the same: finding it
+    again costs Triton as much host time as the rest of a call."""
+    x, ids, weights, out_x, out_ids, _, scales, sticky, replicas, counts, order = values[:11]
+    stride = values[STRIDE]
+    key = (
+        sticky.device, ids.dtype, weights.dtype, out_ids.dtype, stride % 16, stride >> 31, warps,
+        None if scales is None else scales.dtype,
+        None if x is None else (x.data_ptr() % 16, out_x.data_ptr() % 16, out_x.dtype),
+        None if replicas is None else (replicas.data_ptr() % 16, counts.data_ptr() % 16),
+        None if order is None else order.data_ptr() % 16,
+        values[STRIDE - 1], values[STRIDE + 2:],
+    )  # fmt: skip
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        compiled = _kernel()[(programs, 1, 1)](*values, num_warps=warps)
+        if compiled is not None:  # the interpreter compiles nothing
+            _COMPILED[key] = compiled
+        return
+    compiled[(programs, 1, 1)](*values)
+
+
+STRIDE: Final = 21  # of x's rows among the arguments
+_COMPILED: dict[Any, Any] = {}
 
 Rule = tuple[bool, bool, bool, float, int, int, int, bool]  # the constants from STATIC on
 
