@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megamoe.dispatch import ops
 from megamoe.dispatch.fingerprint import fingerprint, short
 from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
@@ -58,6 +59,7 @@ class PreparedWeights:
             if weights.shared and "shared expert" not in features
             else None
         )
+        self._number = ops.register(self)
         self._output_factor = (
             request.routed_scaling_factor
             if request.scale_at == "output" and "output scaling" not in features
@@ -122,9 +124,18 @@ class PreparedWeights:
         returned where given, apart from x. Raises BadInput before anything is launched; ranks that
         launched without this one then raise RankFailure.
         """
+        if isinstance(topk, tuple):
+            topk = TopK(ids=topk[0], weights=topk[1])
+        if torch.compiler.is_compiling():
+            return ops.call(self._number, x, topk, max_tokens, out)
+        return self.run(x, topk, max_tokens, out)
+
+    __call__ = forward
+
+    def run(self, x: Tensor, topk: TopK, max_tokens: int | None, out: Tensor | None) -> Tensor:
+        """What ``forward`` does, outside of what a compiler traces."""
         kernel = self._open()
         with self._ranks.step("forward") as call:
-            topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
             self._check(x, topk, out)
             self._check_capture(kernel)
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
@@ -151,8 +162,6 @@ class PreparedWeights:
             self.check()
             verdict(y)
         return y
-
-    __call__ = forward
 
     def _check(self, x: Tensor, topk: TopK, out: Tensor | None) -> None:
         hidden = self.request.hidden_size

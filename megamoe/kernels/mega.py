@@ -70,6 +70,8 @@ class MegaKernel(Kernel):
         )
 
     def update(self, weights: MoEWeights) -> None:
+        if self.layer.transformed is None:  # FlashInfer made the bytes, and keeps them to itself
+            return super().update(weights)
         fresh = self.handed(self.pack(weights.experts, self.context), self.context)
         replace_tensors(self.layer.transformed, fresh)
 

@@ -95,7 +95,11 @@ def _tokens(request: Request, seed: int, device: Device) -> Tensor:
     x = torch.zeros(tokens, hidden, device=device)
     x[:, constant] = 4.0
     x[:, large] = LARGE
-    return x.scatter(1, free[(h >> 10) % len(free)], value.to(x.dtype)).to(torch.bfloat16)
+    column = free[(h >> 10) % len(free)]
+    for entry in range(ENTRIES):  # one by one: of two in one column the later stands, everywhere
+        part = slice(entry, entry + 1)
+        x = x.scatter(1, column[:, part], value[:, part].to(x.dtype))
+    return x.to(torch.bfloat16)
 
 
 def _fixed_columns(hidden: int, device: Device) -> tuple[Tensor, Tensor]:
