@@ -93,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         default = getattr(bench.SHAPE, name)
         timed.add_argument(flag, dest=name, type=int, default=default, metavar="N")
     timed.add_argument("--capacity", default="each", help="of the workspace; each: the token count")
+    timed.add_argument(
+        "--workspaces", type=int, nargs="+", default=(), metavar="N",
+        help="capacities of one layer; also times the smallest that covers beside the measured one",
+    )  # fmt: skip
+    timed.add_argument(
+        "--tune", action="store_true", help="measure the kernels' tactics first (minutes)"
+    )
     timed.add_argument("--seconds-per-config", type=float, default=bench.SECONDS, metavar="S")
     timed.add_argument(
         "--timeout", type=float, default=run.FIRST_S, metavar="S", help="of one configuration"
@@ -253,6 +260,8 @@ def _bench(args: argparse.Namespace) -> int:
             top_k=args.top_k,
         ),
         capacity=None if args.capacity == "each" else _count("--capacity", args.capacity),
+        workspaces=tuple(args.workspaces),
+        tune=args.tune,
         seconds=args.seconds_per_config,
         timeout=args.timeout,
     )
@@ -263,6 +272,8 @@ def _bench(args: argparse.Namespace) -> int:
         raise MegaMoEError("no configuration could be timed here")
     wide = Console(highlight=False, width=max(190, Console().width))
     wide.print(bench.table(document))
+    if (by_workspace := bench.workspaces(document)) is not None:
+        wide.print(by_workspace)
     for note in bench.notes(document):
         say(note)
     return 0 if bench.everything_timed(document) else 1

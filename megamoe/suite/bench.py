@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megamoe.dispatch.tuning import Mode
 from megamoe.errors import bad_input
 from megamoe.kernels.base import Kernel
 from megamoe.problem import Machine, Placement
@@ -31,6 +32,8 @@ RATIOS = (
     ("by hand graph", "forward graph"),
     ("torch_grouped", "forward"),
     ("torch_grouped graph", "forward graph"),
+    ("smallest", "forward"),
+    ("smallest graph", "forward graph"),
 )
 """Times that are divided: above 1 the second is the faster."""
 
@@ -56,17 +59,26 @@ def rates_of(machine: Machine) -> Rates | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured. capacity: None is each token count's own."""
+    """What is measured. capacity: None is each token count's own. workspaces: capacities that every
+    layer opens, besides one for a token count that is above them. tune: the kernels' tactics too.
+    """
 
     kernels: tuple[type[Kernel], ...]
     world_size: int = 1
     tokens: tuple[int, ...] = TOKENS
     shape: Shape = SHAPE
     capacity: int | None = None
+    workspaces: tuple[int, ...] = ()
+    tune: bool = False
     seconds: float = SECONDS
     timeout: float = run.FIRST_S
 
     def __post_init__(self) -> None:
+        if self.workspaces and self.capacity is not None:
+            raise bad_input("--capacity", self.capacity, "is beside --workspaces", "pass only one")
+        for workspace in self.workspaces:
+            if workspace < 1:
+                raise bad_input("--workspaces", workspace, "is below 1", "pass capacities")
         for tokens in self.tokens:
             if tokens < 1:
                 raise bad_input("--tokens", tokens, "is below 1", "pass counts")
@@ -78,8 +90,14 @@ class Plan:
     def configurations(self) -> Iterable[tuple[type[Kernel], int, Shape]]:
         for kernel in self.kernels:
             for tokens in self.tokens:
-                shape = replace(self.shape, capacity=self.capacity or tokens)
-                yield kernel, tokens, run.shape_of(kernel, shape)
+                capacity = self.capacity or max(tokens, *self.workspaces, 1)
+                yield kernel, tokens, run.shape_of(kernel, replace(self.shape, capacity=capacity))
+
+    @property
+    def tuning(self) -> Mode | None:
+        if self.tune:
+            return "on"
+        return "workspaces" if self.workspaces else None
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -117,6 +135,8 @@ def bench(
                     shape=shape,
                     tokens=tokens,
                     seconds=plan.seconds,
+                    workspaces=plan.workspaces,
+                    tuning=plan.tuning,
                 )
                 entry = head | merged(outcome) | {"seconds": round(outcome.seconds, 2)}
                 entry = finished(entry, rates_of(machine))
@@ -293,13 +313,42 @@ def _row(entry: Mapping[str, Any]) -> list[str]:
     for other, ours in RATIOS[:2]:
         row += [_time(times, ours)] if ours == "forward graph" else []
         row += [_time(times, other), _ratio(ratios, f"{other} / {ours}")]
-    for other, ours in RATIOS[2:]:
+    for other, ours in RATIOS[2:4]:
         row += [_time(times, other), _ratio(ratios, f"{other} / {ours}")]
     row += [f"{host[n]:.0f}" if n in host else "-" for n in ("forward", "by hand")]
     found = entry.get("floor")
     row += [f"{found['ms']:.3f}", f"{found['forward_over_floor']:.2f}"] if found else ["-", "-"]
     ours = entry["verdicts"]["forward"]
     return [*row, "right" + (", this recipe" if ours["recipe"] else "")]
+
+
+def workspaces(document: Mapping[str, Any]) -> Table | None:
+    """Steps in the workspace that was measured to serve them, and in the smallest that covers; None
+    where no layer had several.
+    """
+    entries = [e for e in document["configurations"] if e["status"] == "timed"]
+    entries = [e for e in entries if "workspaces" in e]
+    if not entries:
+        return None
+    out = Table(
+        title="milliseconds a layer, by workspace",
+        caption="x: that time over forward's, above 1 the measured choice is faster; by hand: in a "
+        "workspace of the step's own size",
+    )
+    out.add_column("kernel", no_wrap=True)
+    for name in (
+        "tokens", "measured", "forward", "graph", "smallest", "forward", "x", "graph", "x",
+        "by hand", "x", "graph", "x",
+    ):  # fmt: skip
+        out.add_column(name, justify="right", no_wrap=True)
+    for entry in entries:
+        times, ratios, capacity = entry["times"], entry["ratios"], entry["workspaces"]["capacity"]
+        row = [entry["kernel"], str(entry["tokens"]), str(capacity["forward"])]
+        row += [_time(times, "forward"), _time(times, "forward graph"), str(capacity["smallest"])]
+        for other, ours in (*RATIOS[4:], *RATIOS[:2]):
+            row += [_time(times, other), _ratio(ratios, f"{other} / {ours}")]
+        out.add_row(*row)
+    return out
 
 
 def _time(times: Mapping[str, Any], name: str) -> str:

@@ -4,6 +4,10 @@ Contenders run in one process on the same tokens: `forward` eager and as a CUDA 
 own layer called by hand, over the same weights, configuration and workspace, which is what one
 would write without this package; and `torch_grouped` on BF16 weights. None is timed before the
 oracle has found it right.
+
+Where several workspaces are asked for, `forward` takes the one that was measured to serve the step,
+`smallest` is the same layer in the smallest that covers it, and the layer by hand has a workspace
+of the step's own size, with the tactic that FlashInfer gives that size.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from torch import Tensor
 
 import megamoe
 from megamoe import oracle
+from megamoe.dispatch.cache import plain
+from megamoe.dispatch.tuning import Mode
+from megamoe.dispatch.workspaces import Choice
 from megamoe.errors import Unsupported
 from megamoe.formats import quantise
 from megamoe.kernels import flashinfer
@@ -266,25 +273,32 @@ class ByHand:
     Opening, the first call and closing are collective.
     """
 
-    def __init__(self, layer: megamoe.PreparedWeights, kernel: type[Kernel]) -> None:
-        """Raises Unsupported where there is nothing to call by hand."""
+    def __init__(
+        self, layer: megamoe.PreparedWeights, kernel: type[Kernel], capacity: int | None = None
+    ) -> None:
+        """capacity: of a workspace with FlashInfer's own tactic; None shares the layer's greatest.
+
+        Raises Unsupported where there is nothing to call by hand.
+        """
         name = kernel.sheet.name
         if name not in BY_HAND:
             raise Unsupported(f"calling FlashInfer by hand is not implemented for {name}")
         mega: flashinfer.MegaLayer = layer._kernel.layer  # type: ignore[union-attr]
         theirs = mega.layer
         self.context, self.api, self.dtype = mega.context, mega.api, kernel.sheet.id_dtype
-        parts = [getattr(theirs, f"_{n}", None) for n in ("bootstrap", "fleet_params")]
-        config = getattr(theirs, "_mega_config", None)
-        if None in parts or config is None:
+        names = ("_bootstrap", "_fleet_params", "_mega_config")
+        bootstrap, fleet, config = (getattr(theirs, name, None) for name in names)
+        if bootstrap is None or fleet is None or config is None:
             raise Unsupported("this FlashInfer's layer does not show how it was configured")
         config = dataclasses.replace(config, quantize_input=True)
         tactic = layer.tactics[layer.request.max_tokens_per_rank].knobs
-        if tactic:  # the same workspace is shared by those who ask for the same
+        if capacity is not None:
+            fleet = dataclasses.replace(fleet, max_tokens_per_rank=capacity)
+        elif tactic:  # the same workspace is shared by those who ask for the same
             knobs = dataclasses.replace(config.megakernel, knobs=dict(tactic))
             config = dataclasses.replace(config, megakernel=knobs)
         with flashinfer.environment(self.context):
-            self.layer = self.api.MoEEpLayer(*parts, None, backend=config)
+            self.layer = self.api.MoEEpLayer(bootstrap, fleet, None, backend=config)
         self.launched = False
 
     def __call__(self, x: Tensor, topk: TopK) -> Tensor:
@@ -329,6 +343,16 @@ class Contender:
         return self.measure.judge(self.call(batch.x, self.topk(batch.topk))[batch.judged])
 
 
+def step(layer: megamoe.PreparedWeights, choice: Choice, tokens: int) -> LayerCall:
+    """``forward`` of a step of ``tokens`` a rank, in the workspace that ``choice`` says."""
+
+    def call(x: Tensor, topk: TopK) -> Tensor:
+        layer.choice = choice
+        return layer.forward(x, topk, max_tokens=tokens)
+
+    return call
+
+
 def captured(call: Call, want: Tensor) -> tuple[Call, bool]:
     """A CUDA graph of a warmed-up call, and whether its replay has the bits of ``want``."""
     graph = torch.cuda.CUDAGraph()
@@ -359,8 +383,13 @@ def measure(
     shape: Shape,
     tokens: int,
     seconds: float,
+    workspaces: Sequence[int] = (),
+    tuning: Mode | None = None,
 ) -> dict[str, Any]:
-    """One configuration on this rank: prepare, judge, and only then time. A picklable record."""
+    """One configuration on this rank: prepare, judge, and only then time. A picklable record.
+
+    workspaces: capacities besides the shape's. tuning: of ``forward``'s layer.
+    """
     chosen = run.kernel_named(kernel)
     notes: list[str] = []
     begun = time.perf_counter()
@@ -372,17 +401,20 @@ def measure(
         count = len(mixed.judged)
 
         def contender(
-            name: str, kind: type[Kernel], form: Shape
+            name: str, kind: type[Kernel], form: Shape, **how: Any
         ) -> tuple[Contender, megamoe.PreparedWeights]:
             phase(f"{name}: prepare")
-            layer = stack.enter_context(_prepared(state, kind, form, rank, world_size))
+            layer = stack.enter_context(_prepared(state, kind, form, rank, world_size, **how))
             phase(f"{name}: judge")
             ruler = yardstick(state, kind, form, layer.decision.recipe, count, rank)
             inner = layer._kernel
             ready = state.device.type == "cuda" and inner is not None and inner.capturable
             return Contender(name, layer.forward, ruler, ready), layer
 
-        ours, layer = contender("forward", chosen, shape)
+        ours, layer = contender("forward", chosen, shape, workspaces=workspaces, tuning=tuning)
+        choices = {"forward": layer.choice, "smallest": Choice.of(layer.choice.capacities)}
+        if workspaces:
+            ours.call = step(layer, choices["forward"], tokens)
         prepared = time.perf_counter() - begun
         report = ours.judge(mixed)
         verdicts = {ours.name: verdict(report)}
@@ -395,12 +427,18 @@ def measure(
             "weight_bytes": batch.hit * _expert_bytes(state, shape),
             "operations": 6 * batch.slots * shape.hidden_size * shape.intermediate_size,
         }
+        if workspaces:
+            record["workspaces"] = _workspaces(layer, choices, tokens)
         if not state.all(report.right):
             return record | {"status": "wrong", "message": report.message}
         field_ = [ours]
+        size = tokens if workspaces else None
         others: list[Callable[[], Contender]] = [
-            lambda: _by_hand(stack, layer, chosen, ours),
+            lambda: _by_hand(stack, layer, chosen, ours, size),
         ]
+        if workspaces:
+            smallest = step(layer, choices["smallest"], tokens)
+            others.insert(0, lambda: replace(ours, name="smallest", call=smallest))
         if chosen is not TorchGrouped:
             grouped = replace(shape, fmt="bf16")
             others.append(lambda: contender("torch_grouped", TorchGrouped, grouped)[0])
@@ -418,8 +456,9 @@ def measure(
 
 
 def _prepared(
-    state: State, kernel: type[Kernel], shape: Shape, rank: int, world: int
+    state: State, kernel: type[Kernel], shape: Shape, rank: int, world: int, **how: Any
 ) -> megamoe.PreparedWeights:
+    """how: what else ``megamoe.prepare`` is asked for."""
     placement = Placement.contiguous(shape.num_experts, world)
     request = cases.request_of(shape, placement, kernel, shape.capacity)
     key = _weights_key(shape)
@@ -438,9 +477,28 @@ def _prepared(
         max_tokens_per_rank=shape.capacity,
         top_k=shape.top_k,
         kernel=kernel.sheet.name,
+        **how,
     )
     layer.warmup()
     return layer
+
+
+def _workspaces(
+    layer: megamoe.PreparedWeights, choices: Mapping[str, Choice], tokens: int
+) -> dict[str, Any]:
+    """The capacity that serves the step by each choice, and how the first was come by: no steps are
+    measured where an earlier layer's or the cache's choice was found.
+    """
+    measured = choices["forward"]
+    return {
+        "capacity": {name: c.capacities[c.index(tokens)] for name, c in choices.items()},
+        "choice": measured.to_json(),
+        "steps_measured": layer.started.steps,
+        "tactics": {
+            str(c): {"knobs": plain(dict(tactic.knobs)), "source": tactic.source}
+            for c, tactic in layer.tactics.items()
+        },
+    }
 
 
 def _weights_key(shape: Shape) -> tuple[Any, ...]:
@@ -458,8 +516,9 @@ def _by_hand(
     layer: megamoe.PreparedWeights,
     kernel: type[Kernel],
     ours: Contender,
+    capacity: int | None,
 ) -> Contender:
-    hand = stack.enter_context(ByHand(layer, kernel))
+    hand = stack.enter_context(ByHand(layer, kernel, capacity))
     return Contender("by hand", hand, ours.measure, ours.capturable, kernel.sheet.id_dtype)
 
 

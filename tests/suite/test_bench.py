@@ -23,6 +23,7 @@ from rich.console import Console
 import megamoe
 from megamoe.cli import main
 from megamoe.dispatch.machine import H20, H200, probe
+from megamoe.dispatch.startup import Memory, Rig
 from megamoe.errors import BadInput
 from megamoe.kernels.base import Batch
 from megamoe.kernels.reference import Reference
@@ -196,18 +197,22 @@ def test_a_clock_of_the_host_measures() -> None:
 # --- FlashInfer by hand ---------------------------------------------------------------------------
 
 
-def test_by_hand_is_flashinfer_s_own_layer_over_our_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Any] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """FlashInfer's layers in the order they are made; each shows how it was configured."""
+    found: list[Any] = []
     construct = fake.MegaLayer.__init__
 
     def shown(self: Any, device: Any, bootstrap: Any, fleet: Any, weights: Any, mega: Any) -> None:
         construct(self, device, bootstrap, fleet, weights, mega)
         self._bootstrap, self._fleet_params, self._mega_config = bootstrap, fleet, mega
-        made.append(self)
+        found.append(self)
 
     monkeypatch.setattr(fake.MegaLayer, "__init__", shown)
+    return found
+
+
+def test_by_hand_is_flashinfer_s_own_layer_over_our_weights(made: list[Any]) -> None:
     shape = run.shape_of(Sm90PullBf16, WIDE)
     with emulated() as device:
         record = measured("sm90_pull_bf16", Fake(1.0), shape)
@@ -228,6 +233,85 @@ def test_a_flashinfer_that_shows_no_configuration_is_said() -> None:
         record = measured("sm90_pull_bf16", Fake(1.0), shape)
     assert list(record["times"]) == ["forward", "torch_grouped"]
     assert "this FlashInfer's layer does not show how it was configured" in record["notes"]
+
+
+# --- several workspaces ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, Any]]:
+    """(capacity, knobs) of each workspace asked for; without knobs it is FlashInfer's default."""
+    monkeypatch.setattr(Memory, "held", {})  # of no other test
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    asked: list[tuple[int, Any]] = []
+    create = fake.MegaLayer.create_workspace
+
+    def noted(self: Any, capacity: int, *, knobs: Any = None) -> Any:
+        asked.append((capacity, knobs))
+        return create(self, capacity, knobs=knobs or fake.candidates("bf16", capacity)[0])
+
+    monkeypatch.setattr(fake.MegaLayer, "create_workspace", noted)
+    return asked
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The capacity of each launch."""
+    found: list[int] = []
+    launch = fake.MegaLayer.launch
+
+    def noted(self: Any, workspace: Any, bound: int | None) -> None:
+        found.append(workspace.capacity)
+        launch(self, workspace, bound)
+
+    monkeypatch.setattr(fake.MegaLayer, "launch", noted)
+    return found
+
+
+@pytest.mark.parametrize(("fast", "chosen"), [(6, 6), (2, 2)])
+def test_the_measured_workspace_and_the_smallest_are_timed_beside_each_other(
+    fast: int, chosen: int, made: list[Any], opened: list[tuple[int, Any]], launched: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Rig, "step", lambda rig, space, n: 1.0 if space.capacity == fast else 2.0)
+    shape = dataclasses.replace(run.shape_of(Sm90PullBf16, WIDE), capacity=6)
+    clock = Fake(1.0)
+    with emulated() as device:
+        record = measured(
+            "sm90_pull_bf16", clock, shape, tokens=2, workspaces=(2, 3), tuning="workspaces"
+        )
+    assert device.open_workspaces == 0
+    names = ["forward", "smallest", "by hand", "torch_grouped"]
+    assert list(record["times"]) == list(record["host_us"]) == list(record["verdicts"]) == names
+    assert all(v["right"] and v["recipe"] for v in record["verdicts"].values())
+    held = record["workspaces"]
+    assert held["capacity"] == {"forward": chosen, "smallest": 2}
+    assert held["choice"]["capacities"] == [2, 3, 6]
+    assert held["steps_measured"] > 0
+    assert {tactic["source"] for tactic in held["tactics"].values()} == {"default"}
+    assert [capacity for capacity, _ in opened] == [2, 3, 6, 2]
+    assert [knobs is None for _, knobs in opened] == [False, False, False, True]
+    assert made[1]._fleet_params.max_tokens_per_rank == 2
+    last = launched[-3 * timing.HOST_ROUNDS :]  # the host's times: all contenders in turn
+    assert last == [chosen, 2, 2] * timing.HOST_ROUNDS
+    json.dumps(record)
+
+
+def test_tactics_are_measured_where_asked(
+    opened: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count(9, -1)
+    monkeypatch.setattr(Rig, "time", lambda rig: float(next(seconds)))  # the last one wins
+    monkeypatch.setattr(Rig, "step", lambda rig, space, n: 1.0)
+    with emulated():
+        record = measured(
+            "sm90_pull_bf16", Fake(1.0), run.shape_of(Sm90PullBf16, WIDE), tokens=2,
+            workspaces=(2,), tuning="on",
+        )  # fmt: skip
+    tactics = record["workspaces"]["tactics"]
+    assert {c: t["source"] for c, t in tactics.items()} == {"2": "tuned", "6": "tuned"}
+    assert tactics["2"]["knobs"]["tile"] == [256, 64]
+    assert record["workspaces"]["capacity"] == {"forward": 2, "smallest": 2}
 
 
 # --- records, ratios, floors ----------------------------------------------------------------------
@@ -305,9 +389,26 @@ def test_the_table_and_notes_show_every_configuration() -> None:
     for cell in ("1.000+-0.500", "1.50", "4.00", "not timed: hung", "right, this recipe", "100"):
         assert cell in text, cell
     assert "…" not in text
+    assert bench.workspaces(document) is None
     assert bench.notes(document) == ["k at 8: said", "k at 64: no answer within 5 s"]
     assert bench.anything_timed(document)
     assert not bench.everything_timed(document)
+
+
+def test_a_second_table_shows_the_workspaces() -> None:
+    record = rank_record(1.0)
+    for name, factor in (("smallest", 1.25), ("smallest graph", 2.5)):
+        record["times"][name] = record["times"]["forward"] | {"median_ms": factor}
+    record["workspaces"] = {"capacity": {"forward": 4096, "smallest": 64}}
+    entry = bench.finished(HEAD | bench.merged(Outcome(status="done", values={0: record})), None)
+    assert entry["ratios"]["smallest / forward"] == 1.25
+    assert entry["ratios"]["smallest graph / forward graph"] == 1.25
+    hung = HEAD | {"status": "hung", "message": "no answer"}
+    console = Console(width=190, file=io.StringIO())
+    console.print(bench.workspaces({"configurations": [entry, hung]}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for cell in ("4096", "64", "1.250+-0.500", "2.500+-0.500", "1.25", "1.50"):
+        assert cell in text, cell
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -350,6 +451,14 @@ def test_plans_name_what_does_not_fit() -> None:
     for tokens, capacity in (((0,), None), ((8, 64), 32)):
         with pytest.raises(BadInput):
             bench.Plan(kernels=(Reference,), tokens=tokens, capacity=capacity)
+    for more in ({"capacity": 64}, {"workspaces": (0,)}):
+        with pytest.raises(BadInput, match="--capacity" if "capacity" in more else "--workspaces"):
+            bench.Plan(kernels=(Reference,), tokens=(8,), **{"workspaces": (64,), **more})
+    plan = bench.Plan(kernels=(Reference,), tokens=(8, 4096), workspaces=(64, 512))
+    assert [shape.capacity for _, _, shape in plan.configurations()] == [512, 4096]
+    assert plan.tuning == "workspaces"
+    assert dataclasses.replace(plan, tune=True).tuning == "on"
+    assert bench.Plan(kernels=(Reference,)).tuning is None
     shapes = {
         tokens: shape.capacity
         for _, tokens, shape in bench.Plan(kernels=(Reference,), capacity=4096).configurations()
@@ -372,6 +481,24 @@ def test_the_command_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "reference, 6 tokens: forward" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_command_with_workspaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    file = tmp_path / "bench.json"
+    arguments = "--hidden 64 --intermediate 32 --experts 8 --top-k 2 --tokens 3 --workspaces 4 6"
+    code = main(
+        ["bench", "--kernel", "reference", *arguments.split(), "--seconds-per-config", "0",
+         "--timeout", "200", "--world-size", "2", "--json", str(file)]
+    )  # fmt: skip
+    assert code == 0
+    (entry,) = json.loads(file.read_text())["configurations"]
+    assert entry["workspaces"]["capacity"]["smallest"] == 4
+    assert entry["ratios"]["smallest / forward"] > 0
+    assert "milliseconds a layer, by workspace" in capsys.readouterr().out
+
+
 def test_without_a_gpu_nothing_is_timed_and_the_command_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -385,12 +512,12 @@ def test_without_a_gpu_nothing_is_timed_and_the_command_says_so(
     assert main(["bench", "--tokens", "eight"]) == 2
 
 
-# --- the first answer -----------------------------------------------------------------------------
+# --- the scripts ----------------------------------------------------------------------------------
 
 
-def first_answer() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "first_answer.py"
-    spec = importlib.util.spec_from_file_location("first_answer", path)
+def script(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -401,7 +528,7 @@ def first_answer() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_a_fresh_process_answers_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    script = first_answer()
+    answering = script("first_answer")
     given = [
         "--hidden",
         "256",
@@ -416,24 +543,24 @@ def test_a_fresh_process_answers_from_a_checkpoint(name: str, tmp_path: Path) ->
         "--device",
         "cpu",
     ]
-    options = script.arguments(given)
-    path = script.write_checkpoint(tmp_path / "made", script.FORMATS[name], options, "cpu")
+    options = answering.arguments(given)
+    path = answering.write_checkpoint(tmp_path / "made", answering.FORMATS[name], options, "cpu")
     weights = megamoe.load(path, 0)
-    assert weights.experts.w13.format is script.FORMATS[name]
+    assert weights.experts.w13.format is answering.FORMATS[name]
     assert weights.shared is not None
-    result = script.in_fresh_process(path, tmp_path / "caches", given, 200.0)
+    result = answering.in_fresh_process(path, tmp_path / "caches", given, 200.0)
     assert result["right"]
     assert result["recipe"]
     assert result["repeat_equal"]
-    assert {f"{step}_s" for step in script.STEPS} <= set(result)
-    assert "first answer after" in script.told(result)
+    assert {f"{step}_s" for step in answering.STEPS} <= set(result)
+    assert "first answer after" in answering.told(result)
 
 
 def test_a_process_that_never_answers_is_ended_and_said(tmp_path: Path) -> None:
-    script = first_answer()
-    result = script.in_fresh_process(tmp_path / "nothing", tmp_path / "caches", [], 0.01)
+    answering = script("first_answer")
+    result = answering.in_fresh_process(tmp_path / "nothing", tmp_path / "caches", [], 0.01)
     assert result["failed"].startswith("no end within")
-    assert "FAILED" in script.told(result)
+    assert "FAILED" in answering.told(result)
 
 
 def test_without_a_gpu_no_first_answer_is_timed(
@@ -441,5 +568,26 @@ def test_without_a_gpu_no_first_answer_is_timed(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["first_answer.py"])
-    assert first_answer().main() == 1
+    assert script("first_answer").main() == 1
     assert "nothing was timed" in capsys.readouterr().out
+
+
+def test_the_shared_expert_is_timed_once_its_bits_are_right(
+    opened: list[tuple[int, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    beside = script("shared_expert")
+    sizes = "--hidden 256 --intermediate 64 --experts 4 --top-k 2 --shared 64 --tokens 2 5"
+    given = [*sizes.split(), "--kernel", "sm90_pull_bf16", "--seconds", "0"]
+    with emulated() as device:
+        beside.main(given)
+    assert device.open_workspaces == 0
+    assert sorted(capacity for capacity, _ in opened) == [2, 5]
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [list(row["times"]) for row in record["rows"]] == [list(beside.WAYS)] * 2
+
+    monkeypatch.setattr(beside.SharedFFN, "__call__", lambda self, x: torch.zeros_like(x))
+    with emulated(), pytest.raises(AssertionError, match="adds nothing"):
+        beside.main(given)
