@@ -76,11 +76,12 @@ def main(given: Sequence[str] | None = None) -> None:
         workspaces=options.tokens,
     ) as layer:  # fmt: skip
         layer.warmup()
+        experts = ways(weights, layer)
         for tokens in options.tokens:
             batch = timing.make_tokens(shape, tokens, 0, 1, device)
             calls: dict[str, timing.Call] = {
                 way: functools.partial(call, layer, shared, batch.x, batch.topk)
-                for way, shared in ways(weights, layer).items()
+                for way, shared in experts.items()
             }
             calls |= checked(calls, batch.x, weights, on_gpu)
             samples = timing.in_turns(calls, state, options.seconds)
@@ -117,10 +118,11 @@ def make_weights(options: argparse.Namespace, shape: Shape, device: torch.device
 
 
 def ways(weights: MoEWeights, layer: megamoe.PreparedWeights) -> dict[str, SharedFFN | None]:
-    """The layer's shared expert in each way: its own, one without a stream, none."""
+    """A fresh layer's shared expert in each way: its own, one without a stream, none."""
     assert weights.shared is not None
     assert layer._shared is not None, f"{layer.decision.name} has the shared expert inside"
     row = SharedFFN(weights.shared)
+    assert row.stream is not None or layer.device.type == "cpu"
     row.stream = None
     return {"beside": layer._shared, "in a row": row, "without": None}
 
