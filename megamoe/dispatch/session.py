@@ -80,7 +80,8 @@ class PreparedWeights:
         facts.update(decision.kernel.must_agree(share, context))
         capacities = ascending((*start.capacities, request.max_tokens_per_rank))
         check_capacities(capacities, request.max_tokens_per_rank)
-        facts["workspaces"] = str(capacities)
+        if start.capacities:
+            facts["workspaces"] = str(capacities)
         table = replicas(weights.placement, weights.device, start.most_replicas)
         facts["replicas"] = "none" if table is None else str(table[0].shape[1])
         self._ranks.agree("request", facts)
