@@ -53,8 +53,9 @@ def prepare(
     (minutes); None is MEGAMOE_TUNING's. Winners are kept in MEGAMOE_CACHE_DIR, and found there by
     the next start. samples: (x, topk) like the rows that will be served, for these measurements.
 
-    most_replicas: how many slots may come to hold one expert, where ``layer.update`` is to move
-    experts between ranks.
+    most_replicas: how many slots may come to hold one expert, where ``layer.update`` is to
+    exchange experts or move them between ranks; the layer then copies all that it packs, and
+    otherwise keeps views of what a kernel takes as it is.
 
     timeout: seconds that a call waits for a rank that lives but does not come; it is then named. A
     rank that raises or dies is named earlier. Where the call cannot raise any more, because it

@@ -74,6 +74,7 @@ class PreparedWeights:
             group=self._ranks.group,
             peers=self._ranks,
             recipe=decision.recipe,
+            exchange=start.most_replicas is not None,
         )
         share = padded(weights)
         facts = fingerprint(weights, decision)
@@ -97,6 +98,7 @@ class PreparedWeights:
             stale=kernel.sheet.empty_slots == "stale",
             order=kernel.order,
         )
+        self._exchange = context.exchange
         self._rig = Rig(kernel, self._staging, request, weights.device, start.samples)
         self._tuner = tuner_of(start, decision, seen, self._ranks, weights.device)
         self.tactics = self._tuner.tactics({c: kernel.tactics(c) for c in capacities}, self._rig)
@@ -307,10 +309,10 @@ class PreparedWeights:
     def update(self, weights: MoEWeights) -> None:
         """Exchange the experts between two steps: other ones, or the same elsewhere; collective.
 
-        weights: of the same geometry, formats and slots a rank; the placement may differ, as far as
-        the layer was prepared for it (``most_replicas``). Written in place and in stream order, so
-        that graphs captured before compute with the new experts, scales included. A router or a
-        shared expert is left as it is.
+        weights: of the same geometry, formats and slots a rank; the placement may differ. The layer
+        is prepared for it with ``most_replicas``, and then copies all that it packs. Written in
+        place and in stream order, so that graphs captured before compute with the new experts,
+        scales included. A router or a shared expert is left as it is.
 
         Raises BadInput where the weights do not fit, before anything is written; Unsupported where
         the kernel cannot exchange its experts in place.
@@ -337,6 +339,11 @@ class PreparedWeights:
     def _check_update(self, weights: MoEWeights) -> tuple[Tensor, Tensor] | None:
         """The new table of replicas, where there is one."""
         before, rank = self.request, self._staging.rank
+        if not self._exchange:
+            raise bad_input(
+                "layer", "", "was prepared with experts that stay, some of which are the caller's "
+                "own bytes", "prepare it with most_replicas",
+            )  # fmt: skip
         if (weights.rank, weights.device) != (rank, self.device):
             raise bad_input(
                 "weights", f"of rank {weights.rank} on {weights.device}",
@@ -364,14 +371,7 @@ class PreparedWeights:
                 f"is not the layer's {sizes[0]}", "close the layer and prepare it again",
             )  # fmt: skip
         held = self._staging.replicas
-        if held is None:
-            if not places.is_contiguous:
-                raise bad_input(
-                    "placement", "", "moves experts of a layer that was prepared with fixed ones",
-                    "prepare it with most_replicas",
-                )  # fmt: skip
-            return None
-        return replicas(places, self.device, held.shape[1])
+        return None if held is None else replicas(places, self.device, held.shape[1])
 
     def check(self) -> None:
         """Raise RankFailure where the ranks' group has failed, BadInput where an id outside [-1, E)

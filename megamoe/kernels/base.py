@@ -116,6 +116,7 @@ class Context:
     """Where a kernel is prepared: the physical request, the machine, and the ranks' group.
 
     group: a torch.distributed ProcessGroup, None on one rank. peers: None where nobody watches.
+    exchange: whether ``update`` is to come, so that no byte of the pack may be the caller's.
     """
 
     request: Request
@@ -125,6 +126,7 @@ class Context:
     group: Any = None
     peers: Peers | None = None
     recipe: Recipe | None = None  # the reference's only: which recipe it emulates
+    exchange: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 

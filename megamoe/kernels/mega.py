@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from megamoe.errors import MegaMoEError
 from megamoe.formats import E8M0, PLAIN_BF16
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Tactic, Workspace
+from megamoe.kernels.packs import owned, write_over
 from megamoe.problem import ExpertWeights, MoEWeights
 
 
@@ -48,6 +49,8 @@ class MegaKernel(Kernel):
     @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> MegaKernel:
         packed = cls.pack(weights.experts, context)
+        if context.exchange:
+            packed = owned(packed, weights.experts)
         flashinfer.together(context)
         return cls(packed, context)
 
@@ -73,7 +76,7 @@ class MegaKernel(Kernel):
         if self.layer.transformed is None:  # FlashInfer made the bytes, and keeps them to itself
             return super().update(weights)
         fresh = self.handed(self.pack(weights.experts, self.context), self.context)
-        replace_tensors(self.layer.transformed, fresh)
+        write_over(self.layer.transformed, fresh)
 
     def close(self) -> None:
         self.layer.close()
@@ -215,23 +218,3 @@ def stream_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-def replace_tensors(held: Any, fresh: Any) -> None:
-    """Write every tensor of one pack over those of another of the same shapes."""
-    for old, new in zip(tensors_of(held), tensors_of(fresh), strict=True):
-        assert (old.shape, old.dtype) == (new.shape, new.dtype)
-        bits = torch.uint8 if old.dtype.itemsize == 1 else old.dtype
-        old.view(bits).copy_(new.view(bits))
-
-
-def tensors_of(packed: Any) -> Iterator[Tensor]:
-    """Every tensor of a pack, in the order of its fields."""
-    if isinstance(packed, Tensor):
-        yield packed
-    elif dataclasses.is_dataclass(packed):
-        for field in dataclasses.fields(packed):
-            yield from tensors_of(getattr(packed, field.name))
-    elif isinstance(packed, (tuple, list)):
-        for item in packed:
-            yield from tensors_of(item)

@@ -15,8 +15,8 @@ from megamoe.kernels.layout import (
     pack_standalone_mxfp4,
     unpack_standalone_mxfp4,
 )
-from megamoe.kernels.mega import replace_tensors
 from megamoe.kernels.operands import STANDALONE_MID, canonical, fp4, neutral
+from megamoe.kernels.packs import owned, write_over
 from megamoe.kernels.standalone import SharedWorkspace
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
 
@@ -71,6 +71,8 @@ class Sm90StandaloneMxfp4(Kernel):
     @classmethod
     def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneMxfp4:
         packed = pack_standalone_mxfp4(neutral(canonical(weights.experts)))
+        if context.exchange:
+            packed = owned(packed, weights.experts)
         flashinfer.together(context)
         return cls(packed, context)
 
@@ -81,7 +83,7 @@ class Sm90StandaloneMxfp4(Kernel):
         return SharedWorkspace(self, capacity, "mxfp4_mega_moe")
 
     def update(self, weights: MoEWeights) -> None:
-        replace_tensors(self.packed, pack_standalone_mxfp4(neutral(canonical(weights.experts))))
+        write_over(self.packed, pack_standalone_mxfp4(neutral(canonical(weights.experts))))
 
     def close(self) -> None:
         return None

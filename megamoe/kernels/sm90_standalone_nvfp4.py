@@ -19,8 +19,8 @@ from megamoe.kernels.layout import (
     pack_standalone_nvfp4,
     standalone_nvfp4_operand,
 )
-from megamoe.kernels.mega import replace_tensors
 from megamoe.kernels.operands import STANDALONE_MID, balanced, canonical, nvfp4_operands
+from megamoe.kernels.packs import owned, write_over
 from megamoe.kernels.standalone import SharedWorkspace
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
 
@@ -90,6 +90,8 @@ class Sm90StandaloneNvfp4(Kernel):
     def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneNvfp4:
         family = family_of(context)
         packed, _, _ = pack_standalone_nvfp4(canonical(weights.experts))
+        if context.exchange:
+            packed = owned(packed, weights.experts)
         flashinfer.together(context)
         return cls(packed, context, family)
 
@@ -103,7 +105,7 @@ class Sm90StandaloneNvfp4(Kernel):
         return space
 
     def update(self, weights: MoEWeights) -> None:
-        replace_tensors(self.packed, pack_standalone_nvfp4(canonical(weights.experts))[0])
+        write_over(self.packed, pack_standalone_nvfp4(canonical(weights.experts))[0])
 
     def close(self) -> None:
         return None

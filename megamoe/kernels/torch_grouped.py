@@ -23,6 +23,7 @@ from megamoe.formats import BF16, CATALOGUE, PLAIN_BF16, plain
 from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
 from megamoe.kernels.exchange import Exchange
 from megamoe.kernels.operands import rounded_bf16
+from megamoe.kernels.packs import owned
 from megamoe.kernels.plain import PlainKernel
 from megamoe.problem import (
     Activation,
@@ -104,6 +105,8 @@ class TorchGrouped(PlainKernel):
         experts = rounded_bf16(weights.experts)
         w13 = with_bias(experts.w13, weights.experts.b13)
         w2 = with_bias(experts.w2, weights.experts.b2)
+        if context.exchange:
+            w13, w2 = owned((w13, w2), weights.experts)
         return cls(w13, w2, context, None if context.group is None else Exchange(context))
 
     def __init__(

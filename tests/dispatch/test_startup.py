@@ -19,9 +19,10 @@ from torch import Tensor
 
 import megamoe
 from megamoe.dispatch.cache import Cache
+from megamoe.dispatch.fingerprint import checksum
 from megamoe.dispatch.startup import Memory, Rig
 from megamoe.errors import BadInput, RankFailure, Unsupported
-from megamoe.problem import Placement
+from megamoe.problem import MoEWeights, Placement
 
 PULL = ("sm90_pull_bf16", "sm90_pull_fp8", "sm90_pull_mxfp4", "sm90_pull_nvfp4")
 CAPACITIES = (2, 3, 4)
@@ -39,9 +40,11 @@ def short(kernel: str) -> Layer:
     return dataclasses.replace(layer, ids=tuple(rows[:2] for rows in layer.ids))
 
 
-def prepare(layer: Layer, rank: int, **more: Any) -> megamoe.PreparedWeights:
+def prepare(
+    layer: Layer, rank: int, weights: MoEWeights | None = None, **more: Any
+) -> megamoe.PreparedWeights:
     return megamoe.prepare(
-        layer.held(rank),
+        weights or layer.held(rank),
         dist.group.WORLD if layer.world > 1 else None,
         max_tokens_per_rank=layer.capacity,
         top_k=layer.top_k,
@@ -249,14 +252,17 @@ def test_other_experts_in_other_places_between_two_steps(kernel: str) -> None:
     after = dataclasses.replace(before, seed=77, placement=Placement(num_experts=4, slots=slots))
 
     def work(rank: int) -> None:
-        ready = prepare(before, rank, most_replicas=4)
+        old, new = before.held(rank), after.held(rank)  # of which nothing is written over
+        kept = [checksum(*experts.experts.tensors) for experts in (old, new)]
+        ready = prepare(before, rank, old, most_replicas=4)
         ready.warmup()
         held = [t.data_ptr() for t in (ready._staging.replicas, ready._staging.counts)]  # type: ignore[union-attr]
         recipe = ready.decision.recipe
-        for layer in (before, after, before, after):
-            ready.update(layer.held(rank))
+        for layer, experts in [(after, new), (before, old)] * 2:
+            ready.update(experts)
             y = ready.forward(layer.x(rank), layer.topk(rank))
             assert same(y, layer.expected(rank, recipe))
+        assert [checksum(*experts.experts.tensors) for experts in (old, new)] == kept
         tables = ready._staging.replicas, ready._staging.counts
         assert held == [t.data_ptr() for t in tables if t is not None]
         ready.close()
@@ -274,9 +280,12 @@ def test_what_cannot_be_exchanged_is_refused_and_the_layer_goes_on() -> None:
     narrow = dataclasses.replace(layer, activation=megamoe.Activation(limit=3.0))
 
     def work(rank: int) -> None:
-        ready = prepare(layer, rank)
+        fixed = prepare(layer, rank)
+        with pytest.raises(BadInput, match="prepare it with most_replicas"):
+            fixed.update(moved.held(rank))
+        fixed.close()
+        ready = prepare(layer, rank, most_replicas=1)
         for other, words in (
-            (moved, "prepare it with most_replicas"),
             (fewer, r"is not the layer's \(4, 2, 2\)"),
             (narrow, "weights' activation"),
         ):
@@ -302,7 +311,7 @@ def test_cake_says_that_it_cannot() -> None:
     layer = case("sm120_mxfp4_cake")
 
     def work(rank: int) -> None:
-        ready = prepare(layer, rank)
+        ready = prepare(layer, rank, most_replicas=2)
         with pytest.raises(Unsupported, match="cannot exchange its experts in place"):
             ready.update(layer.held(rank))
 

@@ -22,7 +22,7 @@ from emulated.cluster import ContractBroken, Trap, here
 from emulated.compute import Post, launch, reduce
 from megamoe.dispatch.machine import H200
 from megamoe.kernels import assumed, flashinfer
-from megamoe.kernels.mega import tensors_of
+from megamoe.kernels.packs import tensors_of
 from megamoe.problem import ExpertWeights, Machine
 
 WRONG_TILES: set[int] = set()  # of tactics whose answers are wrong
