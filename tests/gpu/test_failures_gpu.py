@@ -5,6 +5,7 @@ it: two processes around one kernel, on two GPUs or on one. The reference on CPU
 from __future__ import annotations
 
 import os
+import re
 import random
 import resource
 import time
@@ -223,7 +224,8 @@ def test_who_waits_in_a_kernel_for_a_rank_that_is_gone_names_it_and_aborts(
     said = stderr.read_text()
     assert_gone(found, said)
     assert not found.values, found.values
-    assert f"megamoe: rank 0 aborts: rank {GONE} " in said, said
+    # As dead, or as the one waited for in vain: both bounds are 5 s here.
+    assert re.search(rf"megamoe: rank 0 aborts: .*\brank {GONE} ", said), said
 
 
 @KERNEL
