@@ -5,8 +5,8 @@ it: two processes around one kernel, on two GPUs or on one. The reference on CPU
 from __future__ import annotations
 
 import os
-import re
 import random
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
