@@ -55,7 +55,7 @@ class Sm90PullBf16(MegaKernel):
             Versions(package="flashinfer", least=flashinfer.LEAST),
             Versions(package="nvshmem", least="0.3.1"),
         ),
-        hardware=("H200 EP1", "H200 EP4", "H200 EP8"),
+        hardware=("H200 EP1", "H200 EP2", "H200 EP4", "H200 EP8"),
         notes=(
             "other formats than bf16 are widened to BF16 where every value is a BF16 number, and "
             "refused at prepare where one is not (an NVFP4 global scale that is no power of two)",

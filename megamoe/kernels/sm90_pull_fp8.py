@@ -75,7 +75,7 @@ class Sm90PullFp8(MegaKernel):
             Versions(package="flashinfer", least=flashinfer.LEAST),
             Versions(package="nvshmem", least="0.3.1"),
         ),
-        hardware=("H200 EP1", "H200 EP4", "H200 EP8"),
+        hardware=("H200 EP1", "H200 EP2", "H200 EP4", "H200 EP8"),
         notes=(
             "gate and up blocks share the larger of their scales and the other's codes are made "
             "anew: exact where the two are a power of two apart, else rounded to E4M3",

@@ -47,7 +47,7 @@ class Sm90PullMxfp4(MegaKernel):
             Versions(package="nvshmem", least="0.3.1"),
         ),
         id_dtype=torch.int64,
-        hardware=("H200 EP1", "H200 EP8"),
+        hardware=("H200 EP1", "H200 EP2", "H200 EP4", "H200 EP8"),
         notes=(
             "holds an expert's block scales within 12 powers of two below its largest: lower ones "
             "are raised and their codes rounded",

@@ -55,7 +55,7 @@ class Sm90PullNvfp4(MegaKernel):
             Versions(package="nvshmem", least="0.3.1"),
         ),
         id_dtype=torch.int64,
-        hardware=("H200 EP1", "H200 EP8"),
+        hardware=("H200 EP1", "H200 EP2", "H200 EP4", "H200 EP8"),
         notes=(
             "multiplies with code * block scale rounded to E4M3: exact for scales that are powers "
             "of two, else a quarter of the elements move by up to 1/21",

@@ -60,7 +60,7 @@ class Sm90PushBf16(MegaKernel):
         transport="CUDA peer windows",
         needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
         id_dtype=torch.int32,
-        hardware=("H200 EP1",),
+        hardware=("H200 EP1", "H200 EP2"),
         notes=(
             "other formats than bf16 are widened to BF16 where every value is a BF16 number, and "
             "refused at prepare where one is not",

@@ -60,7 +60,7 @@ class Sm90PushFp8(MegaKernel):
         transport="CUDA peer windows",
         needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
         id_dtype=torch.int32,
-        hardware=("H200 EP1",),
+        hardware=("H200 EP1", "H200 EP2"),
         notes=(
             "built by nvcc at the first call (minutes); on one rank without a process group it "
             "makes one until it is closed",

@@ -46,7 +46,7 @@ class Sm90StandaloneMxfp4(Kernel):
         transport="torch symmetric memory",
         needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
         equal_counts=True,
-        hardware=("H200 EP1",),
+        hardware=("H200 EP1", "H200 EP2"),
         notes=(
             "holds an expert's block scales within 12 powers of two below its largest: lower ones "
             "are raised and their codes rounded",
