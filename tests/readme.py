@@ -7,7 +7,12 @@ from pathlib import Path
 
 from megamoe.dispatch.explain import support_table
 from megamoe.dispatch.select import KERNELS
+from megamoe.suite import page
 from megamoe.suite.results import document
+
+
+def measured(docs: Path) -> str:
+    return page.document(docs / "bench" / "h200", docs / "verdicts" / "h200")
 
 
 def verdicts(folder: Path) -> str:
@@ -27,3 +32,4 @@ if __name__ == "__main__":
     readme.write_text(text)
     docs = readme.parent / "docs"
     (docs / "verdicts-h200.md").write_text(verdicts(docs / "verdicts" / "h200"))
+    (docs / "bench-h200.md").write_text(measured(docs))

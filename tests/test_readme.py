@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from readme import verdicts
+from readme import measured, verdicts
 
 from megamoe.dispatch.explain import support_table
 from megamoe.dispatch.select import KERNELS
@@ -39,6 +39,11 @@ def test_the_verdicts_page_is_the_generated_one() -> None:
     docs = Path(__file__).parents[1] / "docs"
     page = (docs / "verdicts-h200.md").read_text()
     assert page == verdicts(docs / "verdicts" / "h200"), "run: python -m tests.readme"
+
+
+def test_the_page_of_measurements_is_the_generated_one() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    assert (docs / "bench-h200.md").read_text() == measured(docs), "run: python -m tests.readme"
 
 
 def test_a_datasheet_claims_the_hardware_it_was_judged_on() -> None:
