@@ -102,11 +102,11 @@ def startup(records: Sequence[Record]) -> list[str]:
 def shared(record: Record) -> list[str]:
     """`benchmarks/shared_expert.py`."""
     ways = ("beside", "in a row", "without")
+    calls = [way + how for how in ("", " graph") for way in ways]
     rows = [
-        [str(row["tokens"])]
-        + [f"{row['times'][way + call]['median_ms']:.3f}" for call in ("", " graph") for way in ways]
+        [str(row["tokens"]), *(f"{row['times'][call]['median_ms']:.3f}" for call in calls)]
         for row in record["rows"]
-    ]  # fmt: skip
+    ]
     text = (
         f"`{record['kernel']}` with a shared expert of width {record['shared']} in "
         f"{record['shared_format']}: *beside* the megakernel on a stream of its own, *in a row* on "
@@ -134,8 +134,8 @@ def soak(records: Sequence[tuple[str, Record]]) -> list[str]:
         "idle ranks", "refusals", "prepares", "seconds",
     ]  # fmt: skip
     text = (
-        "Seeded random serving steps, all ranks on one GPU: unequal counts, idle ranks, hot experts, "
-        "empty slots, rounds, late ranks, eager calls and graphs of several sizes; every row is "
+        "Seeded random serving steps, all ranks on one GPU: unequal counts, idle ranks, hot "
+        "experts, empty slots, rounds, late ranks, eager calls and graphs of several sizes; every row is "
         "compared bit for bit with what the judged batch gave for it. "
         "`megamoe check --kernel K --world-size 4 --soak 1000`"
     )
