@@ -135,8 +135,8 @@ def soak(records: Sequence[tuple[str, Record]]) -> list[str]:
     ]  # fmt: skip
     text = (
         "Seeded random serving steps, all ranks on one GPU: unequal counts, idle ranks, hot "
-        "experts, empty slots, rounds, late ranks, eager calls and graphs of several sizes; every row is "
-        "compared bit for bit with what the judged batch gave for it. "
+        "experts, empty slots, rounds, late ranks, eager calls and graphs of several sizes; every "
+        "row is compared bit for bit with what the judged batch gave for it. "
         "`megamoe check --kernel K --world-size 4 --soak 1000`"
     )
     return ["## Walks of random steps", "", text, "", *table(head, rows)]
