@@ -132,9 +132,11 @@ class Rig:
         call, out = self._call(space, space.capacity)
         call()
         wanted = self.wanted.setdefault(space.capacity, out.clone())
-        if not torch.equal(out.view(torch.int16), wanted.view(torch.int16)):
+        same = torch.equal(out.view(torch.int16), wanted.view(torch.int16))
+        seconds = self._seconds(call)  # first: ranks that see nothing wrong launch too, and wait
+        if not same:
             raise MegaMoEError("gives other bits than the default tactic")
-        return self._seconds(call)
+        return seconds
 
     def close(self) -> None:
         space, self.space = self.space, None

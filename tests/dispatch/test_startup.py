@@ -22,6 +22,7 @@ from megamoe.dispatch.cache import Cache
 from megamoe.dispatch.fingerprint import checksum
 from megamoe.dispatch.startup import Memory, Rig
 from megamoe.errors import BadInput, RankFailure, Unsupported
+from megamoe.kernels.mega import PullWorkspace
 from megamoe.problem import MoEWeights, Placement
 
 PULL = ("sm90_pull_bf16", "sm90_pull_fp8", "sm90_pull_mxfp4", "sm90_pull_nvfp4")
@@ -206,6 +207,32 @@ def test_a_tactic_with_other_bits_is_left_out_however_fast(
             assert tactic.knobs["tile"][0] == taken
             assert len(tactic.failed) == len(wrong)
             assert all("gives other bits than the default" in why for why in tactic.failed)
+
+
+def test_a_tactic_wrong_on_one_rank_alone_is_left_out_and_no_rank_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other rank, which sees nothing wrong, launches on: the one that does has to as well."""
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("emulated.cluster.TIMEOUT_S", 5.0)
+    real = PullWorkspace.run
+
+    def run(self: Any, batch: Any, out: Tensor) -> None:
+        real(self, batch, out)
+        if self.tactic["tile"][0] == 256 and self.space.layer.context.rank == 1:
+            out.add_(1)
+
+    def seconds(self: Rig, call: Any) -> float:
+        call()
+        space: Any = self.space
+        return 1.0 if space is None else 1.0 / float(space.tactic["tile"][0])
+
+    monkeypatch.setattr(Rig, "_seconds", seconds)
+    monkeypatch.setattr(PullWorkspace, "run", run)
+    found = started(short("sm90_pull_fp8"), "on")
+    for tactic in found[0][1].values():
+        assert tactic.knobs["tile"][0] == 128
+        assert tactic.failed[0].startswith("rank 1: MegaMoEError: gives other bits")
 
 
 def test_representative_rows_are_repeated_or_cut_and_idle_ranks_have_some(
