@@ -148,13 +148,16 @@ def prebuilt(thunk: Callable[[], None]) -> Callable[[], None]:
     """The same launch, its arguments converted to C once instead of at every call.
 
     A thunk holds a function compiled by CUTLASS's DSL and its arguments; the DSL converts them in
-    Python, which takes longer than the launch. Where a thunk is made otherwise, it is returned.
+    Python, which takes longer than the launch. A thunk that holds anything else does more than
+    launch (zero an output, say), and is returned.
     """
     held = inspect.getclosurevars(thunk).nonlocals if inspect.isfunction(thunk) else {}
     if inspect.isfunction(inner := held.get("thunk")):
         held = inspect.getclosurevars(inner).nonlocals
-    compiled: Any = held.get("compiled")
-    arguments: Any = held.get("runtime_kwargs")
+    if held.keys() != {"compiled", "runtime_kwargs"}:
+        return thunk
+    compiled: Any = held["compiled"]
+    arguments: Any = held["runtime_kwargs"]
     if not (hasattr(compiled, "generate_execution_args") and isinstance(arguments, dict)):
         return thunk
     values, kept = compiled.generate_execution_args(**arguments)
