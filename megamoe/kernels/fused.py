@@ -124,7 +124,8 @@ def _launch(programs: int, values: tuple[Any, ...], warps: int) -> None:
     x, ids, weights, out_x, out_ids, _, scales, sticky, replicas, counts, order = values[:11]
     stride = values[STRIDE]
     key = (
-        sticky.device, ids.dtype, weights.dtype, out_ids.dtype, stride % 16, stride >> 31, warps,
+        sticky.device, ids.dtype, weights.dtype, out_ids.dtype, warps,
+        stride % 16, stride == 1, stride >> 31,
         None if scales is None else scales.dtype,
         None if x is None else (x.data_ptr() % 16, out_x.data_ptr() % 16, out_x.dtype),
         None if replicas is None else (replicas.data_ptr() % 16, counts.data_ptr() % 16),

@@ -503,6 +503,57 @@ def emit() -> None:
         print(triton.compile(source, target=target).asm["ptx"])
 
 
+def specialise() -> None:
+    """In a process of its own: print how many calls took a kernel that was compiled before, and
+    those to which Triton would have given another."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel = fused._kernel()
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    again, title = 0, ""
+
+    class Compiled:
+        def __init__(self, values: Any) -> None:
+            self.made_for = bind(*values)[1]
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self
+
+        def __call__(self, *values: Any) -> None:
+            nonlocal again
+            again += 1
+            if bind(*values)[1] != self.made_for:
+                print(f"{title}: {bind(*values)[1]} for {self.made_for}")
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *values, num_warps: Compiled(values)
+
+    fused._kernel = Kernel  # type: ignore[assignment]
+    for number, call in enumerate(calls(CALLS)):
+        title = f"call {number}, {call.name}"
+        for _ in range(2):
+            call.staged(codes=torch.float32)
+    rows = torch.zeros(4096, dtype=torch.bfloat16)
+    sticky = torch.zeros(1, dtype=torch.bool)
+    for fmt in (PLAIN_BF16, FP8_ROW):
+        plan = Staging(num_experts=4, rank=0, sticky=sticky, fmt=fmt)
+        for stride in (1, 0, 17, 16, 32, 33, 40, 1, 128):
+            for start in (0, 1, 8):
+                title = f"{fmt}, stride {stride} from {start}"
+                x = rows[start:].as_strided((3, 64), (stride, 1))
+                ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+                into = Batch(
+                    x=torch.empty(3, 64, dtype=torch.bfloat16), ids=ids.clone(),
+                    weights=weights.clone(), count=3, tokens=3,
+                )  # fmt: skip
+                fused.stage(plan, x, ids, weights, into)
+    print(again > CALLS, "again")
+
+
 def in_process(call: str, tmp_path: Path, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", f"import test_fused; test_fused.{call}()"],
@@ -516,6 +567,11 @@ def in_process(call: str, tmp_path: Path, **environment: str) -> str:
 
 
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
+
+
+@needs_triton
+def test_a_kernel_taken_again_is_the_one_that_triton_would_take(tmp_path: Path) -> None:
+    assert in_process("specialise", tmp_path) == "True again\n"
 
 
 @needs_triton
