@@ -426,10 +426,15 @@ class SharedBuffer:
             return
         del self._open[self.key]
         self.buffer.destroy()
-        if self.owned:
-            import torch.distributed as dist
+        if not self.owned:
+            return
+        for other in self._open.values():
+            if other.group is self.group:
+                other.owned = True
+                return
+        import torch.distributed as dist
 
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _group(context: Context) -> tuple[Any, bool]:

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from emulated import emulated
+from emulated.layers import Layer
 
-from megamoe.kernels.flashinfer import prebuilt
+import megamoe
+from megamoe.formats import MXFP4
+from megamoe.kernels.flashinfer import SharedBuffer, prebuilt
+from megamoe.problem import Placement
 
 
 class Compiled:
@@ -71,3 +77,35 @@ def test_a_launch_that_does_more_is_left_as_it_is(make: Callable[[list[str]], An
     told: list[str] = []
     prebuilt(make(told))()
     assert told == ["zeroes", "converts and launches {'x': 1}"]
+
+
+# --- symmetric buffers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workspaces", [(), (2,)])
+def test_the_group_of_one_rank_lasts_as_long_as_a_buffer_over_it(workspaces: Any) -> None:
+    case = Layer(
+        kernel="sm90_standalone_mxfp4", weights=MXFP4, placement=Placement.contiguous(2, 1),
+        ids=(((0, 1),),), capacity=4,
+    )  # fmt: skip
+
+    def prepare(capacity: int, **more: Any) -> megamoe.PreparedWeights:
+        return megamoe.prepare(
+            case.held(0), max_tokens_per_rank=capacity, top_k=2, kernel=case.kernel, tuning="off",
+            **more,
+        )  # fmt: skip
+
+    with emulated():
+        made_it, other = prepare(4), prepare(4 if workspaces else 8, workspaces=workspaces)
+        made_it.close()
+        assert dist.is_initialized()
+        for held in list(SharedBuffer._open.values()):
+            real = held.buffer.destroy
+
+            def destroy(real: Any = real) -> None:
+                assert dist.is_initialized()
+                real()
+
+            held.buffer.destroy = destroy
+        other.close()
+        assert not dist.is_initialized()
