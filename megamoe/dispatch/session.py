@@ -101,11 +101,18 @@ class PreparedWeights:
         self._exchange = context.exchange
         self._rig = Rig(kernel, self._staging, request, weights.device, start.samples)
         self._tuner = tuner_of(start, decision, seen, self._ranks, weights.device)
-        self.tactics = self._tuner.tactics({c: kernel.tactics(c) for c in capacities}, self._rig)
-        """By capacity, what each workspace runs, and where that came from."""
         self._spaces: list[Workspace] = []
-        for capacity in capacities:
-            self._spaces.append(kernel.open(capacity, self.tactics[capacity].knobs or None))
+        try:
+            self.tactics = self._tuner.tactics(
+                {c: kernel.tactics(c) for c in capacities}, self._rig
+            )
+            """By capacity, what each workspace runs, and where that came from."""
+            for capacity in capacities:
+                self._spaces.append(kernel.open(capacity, self.tactics[capacity].knobs or None))
+        except BaseException:
+            if self._ranks.world_size == 1:  # the others of several may not come to close
+                self._give_back(kernel)
+            raise
         self.choice = Choice.of(capacities)
         """Which workspace serves which step."""
         self._ranks.gather("ready", "")

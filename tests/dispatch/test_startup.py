@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from emulated import emulated, run_ranks
 from emulated.layers import Layer
-from kernels.test_adapters_mutants import CLAMPED, WEIGHTS, case
+from kernels.test_adapters_mutants import BY_NAME, CLAMPED, WEIGHTS, case
 from torch import Tensor
 
 import megamoe
 from megamoe.dispatch.cache import Cache
 from megamoe.dispatch.fingerprint import checksum
 from megamoe.dispatch.startup import Memory, Rig
-from megamoe.errors import BadInput, RankFailure, Unsupported
+from megamoe.errors import BadInput, MegaMoEError, RankFailure, Unsupported
 from megamoe.kernels.mega import PullWorkspace
 from megamoe.problem import MoEWeights, Placement
 
@@ -124,6 +124,31 @@ def test_a_workspace_above_the_capacity_and_ranks_that_disagree_are_refused() ->
         run_ranks(2, lambda rank: prepare(layer, rank, workspaces=(5,)))
     with pytest.raises(RankFailure, match="disagree on workspaces"), emulated():
         run_ranks(2, lambda rank: prepare(layer, rank, workspaces=(2 + rank,)))
+
+
+def test_one_rank_whose_start_fails_half_way_gives_everything_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise MegaMoEError("no memory")
+
+    for kernel in ("sm90_pull_fp8", "sm90_standalone_mxfp4"):
+        base = case(kernel)
+        layer = dataclasses.replace(base, placement=Placement.contiguous(4, 1), ids=base.ids[:1])
+        adapter: Any = BY_NAME[kernel]
+        real = adapter.open
+
+        def scarce(self: Any, capacity: int, *more: Any, real: Any = real) -> Any:
+            return refuse() if capacity == 4 else real(self, capacity, *more)
+
+        with emulated() as device, monkeypatch.context() as patch:
+            patch.setattr(adapter, "open", scarce)
+            with pytest.raises(MegaMoEError, match="no memory"):
+                prepare(layer, 0, workspaces=(2,), tuning="off")
+            assert device.open_workspaces == 0
+            patch.setattr(adapter, "open", real)
+            prepare(layer, 0, workspaces=(2,), tuning="off").close()
+            assert device.open_workspaces == 0
 
 
 # --- tuning ---------------------------------------------------------------------------------------
