@@ -14,7 +14,7 @@ from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.shared import SharedFFN
-from megamoe.dispatch.startup import Rig, Start, check_capacities, tuner_of
+from megamoe.dispatch.startup import Rig, Start, check_capacities, check_tuning, tuner_of
 from megamoe.dispatch.tuning import Counts
 from megamoe.dispatch.workspaces import Choice, ascending, rounds
 from megamoe.errors import BadInput, MegaMoEError, bad_input
@@ -81,6 +81,9 @@ class PreparedWeights:
         facts.update(decision.kernel.must_agree(share, context))
         capacities = ascending((*start.capacities, request.max_tokens_per_rank))
         check_capacities(capacities, request.max_tokens_per_rank)
+        check_tuning(start.tuning)
+        if start.samples is not None:
+            self._check_samples(*start.samples)
         if start.capacities:
             facts["workspaces"] = str(capacities)
         table = replicas(weights.placement, weights.device, start.most_replicas)
@@ -107,6 +110,7 @@ class PreparedWeights:
                 {c: kernel.tactics(c) for c in capacities}, self._rig
             )
             """By capacity, what each workspace runs, and where that came from."""
+            self._rig.wanted.clear()
             for capacity in capacities:
                 self._spaces.append(kernel.open(capacity, self.tactics[capacity].knobs or None))
         except BaseException:
@@ -216,6 +220,14 @@ class PreparedWeights:
                 "out", "", "shares memory with x, which is read after out is written",
                 "pass another tensor",
             )  # fmt: skip
+
+    def _check_samples(self, x: Tensor, topk: TopK) -> None:
+        """Bad ids too: they would raise the flag that is for those who serve."""
+        try:
+            self._check(x, topk, None)
+            self._check_ids(topk.ids.cpu())
+        except BadInput as error:
+            raise BadInput(f"samples: {error}") from None
 
     def _check_capture(self, kernel: Kernel) -> None:
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():

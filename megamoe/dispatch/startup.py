@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -212,3 +212,10 @@ def check_capacities(capacities: tuple[int, ...], greatest: int) -> None:
             "workspaces", max(capacities), f"is above max_tokens_per_rank {greatest}",
             "raise that, or leave it out",
         )  # fmt: skip
+
+
+def check_tuning(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise bad_input(
+            "tuning", repr(mode), "is unknown", f"use {', '.join(map(repr, get_args(Mode)))}"
+        )

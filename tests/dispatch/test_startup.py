@@ -154,6 +154,25 @@ def test_one_rank_whose_start_fails_half_way_gives_everything_back(
 # --- tuning ---------------------------------------------------------------------------------------
 
 
+def test_a_start_that_cannot_be_is_refused_in_one_line() -> None:
+    layer = dataclasses.replace(
+        case("sm90_pull_fp8"), placement=Placement.contiguous(4, 1), ids=(((0, 1), (2, 3)),)
+    )
+    x, topk = layer.x(0), layer.topk(0)
+    outside = dataclasses.replace(topk, ids=topk.ids + 1)
+    with emulated() as device:
+        for more, words in (
+            ({"tuning": "bogus"}, "tuning 'bogus' is unknown; use 'on', 'workspaces', 'cached'"),
+            ({"samples": (x[:, 1:], topk)}, r"samples: x of shape \[2, 255\] is not"),
+            ({"samples": (x.float(), topk)}, "samples: x of torch.float32 is not bfloat16"),
+            ({"samples": (x[:1], topk)}, "samples: topk.ids of 2 tokens do not match x of 1"),
+            ({"samples": (x, outside)}, r"samples: topk.ids 4 is outside \[-1, 4\)"),
+        ):
+            with pytest.raises(BadInput, match=words):
+                prepare(layer, 0, **more)
+        assert device.open_workspaces == 0
+
+
 def started(layer: Layer, tuning: str) -> Any:
     """(counts, tactics, outputs) by rank, of a whole life; no file is touched in a forward."""
     found: dict[int, Any] = {}
