@@ -85,6 +85,34 @@ def test_values_come_in_rank_order_and_calls_do_not_mix() -> None:
     assert Group(3).run(work) == [wanted] * 3
 
 
+def test_who_comes_last_to_a_gather_is_not_told_what_the_others_did_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its look at the values and its look at errors, the others may finish and raise."""
+    group = Group(2)
+    honest = group.watchdogs[0].verdict
+
+    def late(step: Any, *given: Any, **more: Any) -> str | None:
+        while not group.watchdogs[0].store.check([f"error/{step.key}"]):
+            time.sleep(0.01)
+        return honest(step, *given, **more)
+
+    monkeypatch.setattr(group.watchdogs[0], "verdict", late)
+
+    def work(ranks: Ranks, rank: int) -> list[str]:
+        with ranks.step("prepare"):
+            if rank == 1:
+                time.sleep(0.2)  # so that the other waits
+            found = ranks.gather("a", f"{rank}")
+            if rank == 1:
+                raise BadInput("mine")
+            return found
+
+    results = group.run(work)
+    assert results[0] == ["0", "1"]
+    assert isinstance(results[1], BadInput)
+
+
 def test_one_rank_needs_no_group() -> None:
     ranks = Ranks()
     with ranks.step("prepare") as call:
