@@ -9,6 +9,7 @@ from megamoe import oracle
 from megamoe.api import forward, load, prepare, route
 from megamoe.dispatch.select import Decision, select
 from megamoe.dispatch.session import PreparedWeights
+from megamoe.dispatch.workspaces import decode_ceiling, profiles
 from megamoe.errors import BadInput, MegaMoEError, Mismatch, RankFailure, Unsupported
 from megamoe.problem import (
     Activation,
@@ -45,10 +46,12 @@ __all__ = [
     "SharedExpert",
     "TopK",
     "Unsupported",
+    "decode_ceiling",
     "forward",
     "load",
     "oracle",
     "prepare",
+    "profiles",
     "route",
     "select",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,10 +33,12 @@ def prepare(
     top_k: int | None = None,
     kernel: str = "auto",
     host: Host | None = None,
+    activation_scales: tuple[float, float] | None = None,
     workspaces: Iterable[int] = (),
     tuning: Mode | None = None,
     samples: tuple[Tensor, TopK] | None = None,
     most_replicas: int | None = None,
+    options: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
     on_failure: OnFailure = "abort",
 ) -> PreparedWeights:
@@ -47,6 +49,9 @@ def prepare(
     every rank. top_k: where the weights carry no router. kernel: "auto", or a name that alone may
     be chosen.
 
+    activation_scales: calibrated scales of FC1's and of FC2's input, for FP8 experts with one scale
+    a matrix; kernels that measure their own scales ignore them.
+
     workspaces: capacities of further workspaces, tokens a rank, such as (64, 256, 1024); a step
     runs in the one that its max_tokens chooses. Which serves which is measured in ``warmup``, where
     tuning allows it. tuning: "on" also measures the kernel's tactics here, which compiles each
@@ -56,6 +61,9 @@ def prepare(
     most_replicas: how many slots may come to hold one expert, where ``layer.update`` is to
     exchange experts or move them between ranks; the layer then copies all that it packs, and
     otherwise keeps views of what a kernel takes as it is.
+
+    options: of one kernel alone, by name: {"family": "split"} for standalone NVFP4 pins which of
+    its two kernels runs.
 
     timeout: seconds that a call waits for a rank that lives but does not come; it is then named. A
     rank that raises or dies is named earlier. Where the call cannot raise any more, because it
@@ -82,6 +90,7 @@ def prepare(
                 weights,
                 top_k=_top_k(weights, top_k),
                 max_tokens_per_rank=max_tokens_per_rank,
+                activation_scales=activation_scales,
                 host=host,
             )
             shared_by = ranks.ranks_per_gpu(weights.device)
@@ -93,6 +102,7 @@ def prepare(
                 cache_dir=asked.cache_dir,
                 samples=samples,
                 most_replicas=most_replicas,
+                options=options or {},
             )
             return PreparedWeights(weights, decision, ranks, watch, start)
     except BaseException:

@@ -509,9 +509,16 @@ class Request:
     routed_scaling_factor: float = 1.0
     scale_at: Literal["weights", "output"] = "weights"
     shared: bool = False
+    activation_scales: tuple[float, float] | None = None  # calibrated, of FC1's and FC2's input
     host: Host = field(default_factory=Host)
 
     def __post_init__(self) -> None:
+        for scale in self.activation_scales or ():
+            if not 0 < scale < math.inf:
+                raise bad_input(
+                    "activation_scales", scale, "is not a positive, finite number",
+                    "pass the two calibrated scales, FC1's input first",
+                )  # fmt: skip
         for name in ("hidden_size", "intermediate_size", "top_k", "max_tokens_per_rank"):
             if getattr(self, name) < 1:
                 raise bad_input(name, getattr(self, name), "is below 1", "pass a positive count")
@@ -533,6 +540,7 @@ class Request:
         *,
         top_k: int,
         max_tokens_per_rank: int,
+        activation_scales: tuple[float, float] | None = None,
         host: Host | None = None,
     ) -> Request:
         """The request that a loaded layer makes."""
@@ -551,6 +559,7 @@ class Request:
             routed_scaling_factor=weights.routed_scaling_factor,
             scale_at=weights.scale_at,
             shared=weights.shared is not None,
+            activation_scales=activation_scales,
             host=host or Host(),
         )
 

@@ -10,6 +10,7 @@ from megamoe.kernels.base import Kernel
 from megamoe.kernels.reference import Reference
 from megamoe.kernels.sm90_pull_bf16 import Sm90PullBf16
 from megamoe.kernels.sm90_pull_fp8 import Sm90PullFp8
+from megamoe.kernels.sm90_pull_fp8_tensor import Sm90PullFp8Tensor
 from megamoe.kernels.sm90_pull_mxfp4 import Sm90PullMxfp4
 from megamoe.kernels.sm90_pull_nvfp4 import Sm90PullNvfp4
 from megamoe.kernels.sm90_push_bf16 import Sm90PushBf16
@@ -37,6 +38,7 @@ KERNELS: tuple[type[Kernel], ...] = (
     Sm90StandaloneNvfp4,
     Sm90PushFp8,
     Sm90PullFp8,
+    Sm90PullFp8Tensor,
     # Pull rounds once less than push, clamps as models do, and is not built by nvcc at first use.
     Sm90PullBf16,
     Sm90PushBf16,

@@ -14,7 +14,14 @@ from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.shared import SharedFFN
-from megamoe.dispatch.startup import Rig, Start, check_capacities, check_tuning, tuner_of
+from megamoe.dispatch.startup import (
+    Rig,
+    Start,
+    check_capacities,
+    check_options,
+    check_tuning,
+    tuner_of,
+)
 from megamoe.dispatch.tuning import Counts
 from megamoe.dispatch.workspaces import Choice, ascending, rounds
 from megamoe.errors import BadInput, MegaMoEError, bad_input
@@ -75,10 +82,14 @@ class PreparedWeights:
             peers=self._ranks,
             recipe=decision.recipe,
             exchange=start.most_replicas is not None,
+            options=dict(start.options),
         )
+        check_options(start.options, decision.kernel.sheet)
         share = padded(weights)
         facts = fingerprint(weights, decision)
         facts.update(decision.kernel.must_agree(share, context))
+        if start.options:
+            facts["options"] = str(sorted(start.options.items()))
         capacities = ascending((*start.capacities, request.max_tokens_per_rank))
         check_capacities(capacities, request.max_tokens_per_rank)
         check_tuning(start.tuning)
@@ -371,7 +382,7 @@ class PreparedWeights:
         after = dataclasses.replace(
             Request.of(
                 weights, top_k=before.top_k, max_tokens_per_rank=before.max_tokens_per_rank,
-                host=before.host,
+                activation_scales=before.activation_scales, host=before.host,
             ),
             placement=before.placement,
         )  # fmt: skip

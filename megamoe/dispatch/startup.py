@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,7 +17,7 @@ from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.tuning import Knobs, Mode, Tuner
 from megamoe.errors import MegaMoEError, bad_input
-from megamoe.kernels.base import Kernel, Workspace
+from megamoe.kernels.base import Datasheet, Kernel, Workspace
 from megamoe.kernels.staging import Staging
 from megamoe.problem import Request, TopK
 
@@ -29,7 +29,7 @@ REPLAYS = (2, 5)  # before and while time is taken
 class Start:
     """How a layer is to start. capacities: of workspaces besides the greatest. samples: rows and
     their routing like those that will be served, for measurements. most_replicas: ranks and slots
-    that may come to hold one expert, where experts are to move later.
+    that may come to hold one expert, where experts are to move later. options: the kernel's own.
     """
 
     capacities: tuple[int, ...] = ()
@@ -37,6 +37,7 @@ class Start:
     cache_dir: Path | None = None
     samples: tuple[Tensor, TopK] | None = None
     most_replicas: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Memory(Cache):
@@ -204,6 +205,16 @@ class Rig:
             if number >= warm:
                 taken.append(first.elapsed_time(last) / 1e3 / LAUNCHES)
         return float(statistics.median(taken))
+
+
+def check_options(options: Mapping[str, Any], sheet: Datasheet) -> None:
+    for name in options:
+        if name not in sheet.options:
+            takes = ", ".join(sheet.options) or "none"
+            raise bad_input(
+                "option", repr(name), f"is unknown to {sheet.name}, which takes {takes}",
+                "leave it out",
+            )  # fmt: skip
 
 
 def check_capacities(capacities: tuple[int, ...], greatest: int) -> None:

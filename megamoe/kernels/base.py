@@ -54,7 +54,8 @@ class Datasheet:
     an integer limit; ``symmetric`` clamps both on both sides; ``any`` does either; ``none`` cannot.
     empty_slots: what the kernel does with id -1: ``masked`` skips it, ``stale`` may add an old row.
     equal_counts: whether all ranks must pass the same token count. id_dtype: of ids at the call.
-    hardware: where it was run and judged; empty means never.
+    options: names of what ``prepare`` may pass on to it. hardware: where it was run and judged;
+    empty means never.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Datasheet:
     equal_counts: bool = False
     id_dtype: torch.dtype = torch.int64
     automatic: Literal["always", "cpu", "gpu"] = "always"
+    options: tuple[str, ...] = ()
     hardware: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

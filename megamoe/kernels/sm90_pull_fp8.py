@@ -1,4 +1,4 @@
-"""FlashInfer's pull-style FP8 megakernel for Hopper: blockwise scales, or one a tensor.
+"""FlashInfer's pull-style FP8 megakernel for Hopper, with scales for blocks.
 
 Source: FlashInfer 0.7.4, moe_ep/backends/mega/kernel/sm90/fp8_fp8_bf16_pull_cutedsl (geometry,
 weights, staging) and moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel/src/moe_hopper_fp8
@@ -7,32 +7,21 @@ weights, staging) and moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel/src/m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from megamoe.errors import Unsupported
 from megamoe.formats import (
     BF16,
-    E4M3,
     FP8_1X128,
     FP8_BLOCK128,
     FP8_BLOCK128_BF16,
     FP8_BLOCK128_E8M0,
-    FP8_TENSOR,
-    FP32,
-    Format,
-    ScaleRule,
 )
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
 from megamoe.kernels.layout import (
     PullFp8Weights,
     pack_pull_fp8,
-    pack_pull_fp8_per_tensor,
     unpack_pull_fp8,
-    unpack_pull_fp8_per_tensor,
 )
 from megamoe.kernels.mega import MegaKernel, PullWorkspace
 from megamoe.kernels.operands import (
@@ -40,13 +29,8 @@ from megamoe.kernels.operands import (
     PULL_MID,
     block_fp8,
     canonical,
-    matrix_fp8,
 )
-from megamoe.problem import ExpertWeights, MoEWeights, Recipe
-
-CONFIG = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
-CANDIDATES = "hopper_fp8_candidates"
-LAUNCH = "hopper_fp8_mega_launch_thunk"
+from megamoe.problem import ExpertWeights, Recipe
 
 
 class Sm90PullFp8(MegaKernel):
@@ -86,7 +70,7 @@ class Sm90PullFp8(MegaKernel):
     def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
         return block_fp8(unpack_pull_fp8(pack_pull_fp8(canonical(experts))), FP8_64X128)
 
-    config = CONFIG
+    config = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
     tree = "SM90 pull"
     rows = sheet.recipe.act
 
@@ -102,112 +86,9 @@ class Sm90PullFp8(MegaKernel):
         }
 
     def tactics(self, capacity: int) -> list[Tactic]:
-        return flashinfer.tactics(CANDIDATES, fp8_scale_mode="blockwise", max_tokens=capacity)
+        return flashinfer.tactics(
+            "hopper_fp8_candidates", fp8_scale_mode="blockwise", max_tokens=capacity
+        )
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch=LAUNCH)
-
-
-class Sm90PullFp8Tensor(MegaKernel):
-    """One scale a matrix, and one static scale for the activations before each of FC1 and FC2.
-
-    The activation scales come from a calibration (``Context.options["activation_scales"]``), are
-    powers of nothing in particular, and must be the same on every rank: a rank dequantises its
-    peers' tokens with its own copy. Without them there is no recipe, so the kernel is prepared
-    directly and never chosen by preference.
-    """
-
-    sheet = Datasheet(
-        name="sm90_pull_fp8_tensor",
-        title="SM90 pull FP8 per tensor (NVSHMEM)",
-        recipe=Recipe(name="sm90_pull_fp8_tensor", weight_at="fc2_input", term=BF16),
-        formats=(FP8_TENSOR,),
-        architectures=((9, 0),),
-        hidden_multiple=64,
-        intermediate_multiple=64,
-        top_k=range(1, 33),
-        clamp="upper",
-        features=frozenset({"shared GPU", "tensor parallel", "sequence parallel"}),
-        transport="NVSHMEM",
-        needs=(
-            Versions(package="flashinfer", least=flashinfer.LEAST),
-            Versions(package="nvshmem", least="0.3.1"),
-        ),
-        notes=("needs calibrated activation scales; values past 448 times a scale saturate",),
-    )
-
-    @classmethod
-    def recipe_of(cls, fc1_scale: float, fc2_scale: float) -> Recipe:
-        """Where the kernel rounds with these activation scales."""
-        rule = ScaleRule(kind="static", top=fc2_scale, apply="reciprocal")
-        return Recipe(
-            name=f"sm90_pull_fp8_tensor({fc1_scale:g}, {fc2_scale:g})",
-            act=static(fc1_scale),
-            weight_at="fc2_input",
-            mid=Format(name="fp8_static_reciprocal", element=E4M3, scale=FP32, rule=rule),
-            term=BF16,
-            combine="slots",
-        )
-
-    @classmethod
-    def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
-        packed = pack_pull_fp8_per_tensor(
-            canonical(experts), fc1_activation_scale=1.0, fc2_activation_scale=1.0
-        )
-        found = unpack_pull_fp8_per_tensor(packed)
-        return matrix_fp8((found.w13, found.w2), (found.w13_scale, found.w2_scale))
-
-    @classmethod
-    def must_agree(cls, weights: MoEWeights, context: Context) -> Mapping[str, str]:
-        return {"activation scales": str(activation_scales(context))}
-
-    config = CONFIG
-    tree = "SM90 pull"
-
-    @classmethod
-    def pack(cls, experts: ExpertWeights, context: Context) -> PullFp8Weights:
-        fc1_scale, fc2_scale = activation_scales(context)
-        return pack_pull_fp8_per_tensor(
-            canonical(experts),
-            fc1_activation_scale=fc1_scale,
-            fc2_activation_scale=fc2_scale,
-        )
-
-    @classmethod
-    def fields(cls, context: Context) -> dict[str, Any]:
-        fc1_scale, fc2_scale = activation_scales(context)
-        return {
-            "gate_up_clamp": context.request.activation.limit,
-            "fp8_scale_mode": "per_tensor",
-            "fc1_activation_dequant_scale": fc1_scale,
-            "fc2_activation_dequant_scale": fc2_scale,
-        }
-
-    def __init__(self, packed: PullFp8Weights, context: Context) -> None:
-        self.rows = static(activation_scales(context)[0])
-        super().__init__(packed, context)
-
-    def tactics(self, capacity: int) -> list[Tactic]:
-        return flashinfer.tactics(CANDIDATES, fp8_scale_mode="per_tensor", max_tokens=capacity)
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch=LAUNCH)
-
-
-def static(scale: float) -> Format:
-    """E4M3 under a scale that is given, elements divided by it."""
-    rule = ScaleRule(kind="static", top=scale)
-    return Format(name="fp8_static", element=E4M3, scale=FP32, rule=rule)
-
-
-def activation_scales(context: Context) -> tuple[float, float]:
-    """The calibrated scales of FC1's and FC2's input, as the float32 numbers they are on the
-    device."""
-    found = context.options.get("activation_scales")
-    if found is None:
-        raise Unsupported(
-            "sm90_pull_fp8_tensor needs calibrated activation scales for FC1 and FC2, and none "
-            "were given; pass them, or use sm90_pull_fp8 with block scales"
-        )
-    first, second = (float(torch.tensor(scale, dtype=torch.float32)) for scale in found)
-    return first, second
+        return PullWorkspace(self, capacity, tactic, launch="hopper_fp8_mega_launch_thunk")

@@ -58,6 +58,7 @@ class Sm90StandaloneNvfp4(Kernel):
         transport="torch symmetric memory",
         needs=(Versions(package="flashinfer", least=flashinfer.LEAST),),
         equal_counts=True,
+        options=("family",),
         notes=(
             "multiplies with code * block scale rounded to E4M3: exact for scales that are powers "
             "of two, else a quarter of the elements move by up to 1/21",

@@ -41,6 +41,7 @@ class Shape:
     limit: float | None = 10.0
     symmetric: bool = False
     fmt: str = "bf16"
+    activation_scales: tuple[float, float] | None = None
 
     @property
     def format(self) -> Format:
@@ -248,6 +249,7 @@ def request_of(shape: Shape, placement: Placement, kernel: type[Kernel], tokens:
         weights=shape.format,
         activation=Activation(limit=shape.limit, symmetric=shape.symmetric),
         weight_at=_function(kernel),
+        activation_scales=shape.activation_scales,
     )
 
 
@@ -292,6 +294,7 @@ def _layer(
             max_tokens_per_rank=shape.capacity,
             top_k=shape.top_k,
             kernel=kernel,
+            activation_scales=shape.activation_scales,
         )
         layer.warmup()
         state.layers[key] = weights, layer

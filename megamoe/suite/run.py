@@ -21,17 +21,19 @@ from megamoe.suite.results import record
 START_S = 180.0  # processes, process group
 FIRST_S = 400.0  # a kernel's first case compiles it; push kernels take minutes
 CASE_S = 120.0
+CALIBRATED = (2.0**-6, 2.0**-8)  # of inputs up to 7 and of FC2's: exact grids stay exact
 
 
 def shape_of(kernel: type[Kernel], base: Shape | None = None) -> Shape:
     """A geometry that the kernel takes: its first format, and the clamp it computes."""
-    sheet = kernel.sheet
+    sheet, rule = kernel.sheet, kernel.sheet.recipe.act.rule
     shape = base or Shape()
     return replace(
         shape,
         fmt=sheet.formats[0].name,
         limit=None if sheet.clamp == "none" else shape.limit,
         symmetric=sheet.clamp == "symmetric",
+        activation_scales=CALIBRATED if rule is not None and rule.kind == "static" else None,
     )
 
 

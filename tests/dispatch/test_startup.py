@@ -50,6 +50,7 @@ def prepare(
         max_tokens_per_rank=layer.capacity,
         top_k=layer.top_k,
         kernel=layer.kernel,
+        activation_scales=layer.activation_scales,
         on_failure="raise",
         **more,
     )

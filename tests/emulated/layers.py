@@ -107,6 +107,7 @@ class Layer:
     activation: Activation = Activation()
     gain: float = 1.0  # multiplies x, so that gates and ups pass their limits
     routed_scaling_factor: float = 1.0
+    activation_scales: tuple[float, float] | None = None
     hidden: int = HIDDEN
     width: int = WIDTH
     seed: int = 1
@@ -165,6 +166,7 @@ class Layer:
             max_tokens_per_rank=self.capacity,
             top_k=self.top_k,
             kernel=self.kernel,
+            activation_scales=self.activation_scales,
             on_failure="raise",  # "abort" would end the tests' own process
         )
 

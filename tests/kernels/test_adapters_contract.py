@@ -20,8 +20,7 @@ from megamoe.errors import BadInput, MegaMoEError, RankFailure, Unsupported
 from megamoe.formats import FP8_TENSOR, NVFP4, PLAIN_BF16, Quantised, dequantise
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Context
-from megamoe.kernels.sm90_pull_fp8 import Sm90PullFp8Tensor
-from megamoe.kernels.staging import Staging
+from megamoe.kernels.sm90_pull_fp8_tensor import recipe_of
 from megamoe.problem import Placement
 from megamoe.reference.moe import Emulated, layer
 
@@ -314,7 +313,7 @@ def test_nvfp4_of_any_scale_is_what_as_computed_says(kernel: str) -> None:
 # --- pull FP8 with one scale a tensor ------------------------------------------------------------
 
 
-def tensor_layer(world: int) -> Layer:
+def tensor_layer(world: int, scales: tuple[float, float] | None = (0.01, 0.003)) -> Layer:
     slots = ((3, 1), (0, 2))[:world] if world == 2 else ((0, 1, 2, 3),)
     ids = (((0, 1), (2, 3), (1, 2)), ((3, 0),))[:world]
     return Layer(
@@ -324,67 +323,34 @@ def tensor_layer(world: int) -> Layer:
         ids=ids,
         capacity=3,
         activation=megamoe.Activation(limit=0.75),
-    )
-
-
-def tensor_context(layer_: Layer, rank: int, scales: Any) -> Context:
-    request = megamoe.Request.of(layer_.held(rank), top_k=2, max_tokens_per_rank=3)
-    physical = Placement.contiguous(4, layer_.world)
-    return Context(
-        request=dataclasses.replace(request, placement=physical),
-        machine=layer_.machine,
-        device=torch.device("cpu"),
-        rank=rank,
-        group=dist.group.WORLD if layer_.world > 1 else None,
-        options={} if scales is None else {"activation_scales": scales},
+        activation_scales=scales,
     )
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_pull_fp8_per_tensor(world: int) -> None:
-    layer_, scales = tensor_layer(world), (0.01, 0.003)
-
-    def work(rank: int) -> torch.Tensor:
-        context = tensor_context(layer_, rank, scales)
-        kernel = Sm90PullFp8Tensor.prepare(layer_.held(rank), context)
-        physical = {e: i for i, e in enumerate(sum(layer_.placement.slots, ()))}
-        ids = torch.tensor([[physical[e] for e in row] for row in layer_.ids[rank]])
-        x, topk = layer_.x(rank), layer_.topk(rank)
-        out = torch.empty_like(x)
-        space = kernel.open(3)
-        batch = space.inputs(x, 2, 3)
-        sticky = torch.zeros(1, dtype=torch.bool)
-        staging = Staging(num_experts=4, rank=rank, sticky=sticky, fmt=kernel.rows)
-        staging(x, ids, topk.weights, batch)
-        space.run(batch, out)
-        space.close()
-        kernel.close()
-        return out
-
-    with emulated():
-        outputs = run_ranks(world, work)
-    recipe = Sm90PullFp8Tensor.recipe_of(*map(_single, scales))
-    for rank, y in enumerate(outputs):
-        assert torch.equal(y, layer_.expected(rank, recipe))
-
-
-def _single(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    layer_ = tensor_layer(world)
+    assert differences(layer_, passes=2) == []
+    _, recipe, _ = forward(layer_)
+    assert recipe == recipe_of(*(torch.tensor(s).item() for s in (0.01, 0.003)))
 
 
 def test_pull_fp8_per_tensor_compares_its_scales_over_the_ranks() -> None:
-    layer_ = tensor_layer(2)
-    facts = [
-        Sm90PullFp8Tensor.must_agree(layer_.held(0), tensor_context(layer_, 0, scales))
-        for scales in ((0.01, 0.003), (0.01, 0.004), (0.01, 0.003))
-    ]
-    assert facts[0] == facts[2] != facts[1]
+    def work(rank: int) -> None:
+        tensor_layer(2, (0.01, 0.003 + rank / 1000)).prepare(rank)
+
+    with (
+        emulated(),
+        pytest.raises(RankFailure, match=r"activation_scales \(\(0\.01, 0\.003\) on rank 0"),
+    ):
+        run_ranks(2, work)
 
 
 def test_pull_fp8_per_tensor_without_scales_is_refused() -> None:
-    layer_ = tensor_layer(1)
-    with pytest.raises(Unsupported, match="needs calibrated activation scales"):
-        Sm90PullFp8Tensor.prepare(layer_.held(0), tensor_context(layer_, 0, None))
+    with emulated(), pytest.raises(Unsupported, match="needs calibrated activation scales"):
+        tensor_layer(1, None).prepare(0)
+    with pytest.raises(BadInput, match=r"activation_scales 0\.0 is not a positive"), emulated():
+        tensor_layer(1, (0.0, 1.0)).prepare(0)
 
 
 # --- standalone NVFP4's two families -------------------------------------------------------------
@@ -397,13 +363,37 @@ def test_pull_fp8_per_tensor_without_scales_is_refused() -> None:
 def test_a_family_of_another_recipe_is_refused(family: str, capacity: int, remedy: str) -> None:
     from megamoe.kernels.sm90_standalone_nvfp4 import family_of
 
-    context = tensor_context(tensor_layer(1), 0, None)
-    request = dataclasses.replace(context.request, max_tokens_per_rank=capacity)
-    asked = dataclasses.replace(context, request=request, options={"family": family})
+    layer_ = case("sm90_standalone_nvfp4")
+    request = megamoe.Request.of(layer_.held(0), top_k=2, max_tokens_per_rank=capacity)
+    asked = Context(
+        request=request, machine=layer_.machine, device=torch.device("cpu"),
+        options={"family": family},
+    )  # fmt: skip
     with pytest.raises(BadInput, match=remedy):
         family_of(asked)
     for fine in ("auto", "split"):
         assert family_of(dataclasses.replace(asked, options={"family": fine})) == fine
+
+
+def test_options_reach_the_kernel_agree_and_are_known() -> None:
+    layer_ = case("sm90_standalone_nvfp4")
+
+    def work(rank: int, options: dict[str, str]) -> str:
+        with megamoe.prepare(
+            layer_.held(rank), dist.group.WORLD, max_tokens_per_rank=4, top_k=2,
+            kernel=layer_.kernel, options=options, on_failure="raise",
+        ) as prepared:  # fmt: skip
+            kernel: Any = prepared._kernel
+            y = prepared.forward(layer_.x(rank), layer_.topk(rank))
+            assert torch.equal(y, layer_.expected(rank, prepared.decision.recipe))
+            return str(kernel.family)
+
+    with emulated(layer_.machine):
+        assert run_ranks(4, lambda rank: work(rank, {"family": "split"})) == ["split"] * 4
+    with emulated(layer_.machine), pytest.raises(RankFailure, match="disagree on options"):
+        run_ranks(4, lambda rank: work(rank, {"family": "split" if rank else "auto"}))
+    with emulated(layer_.machine), pytest.raises(BadInput, match="takes family"):
+        run_ranks(4, lambda rank: work(rank, {"famly": "split"}))
 
 
 def test_bf16_layers_have_their_own_storage() -> None:

@@ -22,7 +22,7 @@ from emulated.layers import HIDDEN, Layer, differences
 
 from megamoe.dispatch.machine import H200, SM120
 from megamoe.dispatch.select import KERNELS
-from megamoe.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, PLAIN_BF16, Format
+from megamoe.formats import FP8_BLOCK128, FP8_TENSOR, MXFP4, MXFP8, NVFP4, PLAIN_BF16, Format
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Kernel
 from megamoe.kernels.layout import CanonicalExperts
@@ -32,6 +32,7 @@ from megamoe.problem import Activation, Placement
 WEIGHTS: dict[str, Format] = {
     "sm90_pull_bf16": PLAIN_BF16,
     "sm90_pull_fp8": FP8_BLOCK128,
+    "sm90_pull_fp8_tensor": FP8_TENSOR,
     "sm90_pull_mxfp4": MXFP4,
     "sm90_pull_nvfp4": NVFP4,
     "sm90_push_bf16": PLAIN_BF16,
@@ -44,7 +45,8 @@ WEIGHTS: dict[str, Format] = {
 }
 BY_NAME = {kernel.sheet.name: kernel for kernel in KERNELS}
 QUANTISED = tuple(name for name in WEIGHTS if "bf16" not in name)
-FED = tuple(name for name in QUANTISED if "push" not in name)  # take codes from us
+MEASURED = tuple(name for name in QUANTISED if not name.endswith("tensor"))  # scales in blocks
+FED = tuple(name for name in MEASURED if "push" not in name)  # take codes from us, and scales
 CLAMPED = tuple(name for name in WEIGHTS if name not in ("sm90_push_fp8", "sm120_mxfp8"))
 MX = tuple(name for name in WEIGHTS if name.startswith("sm120"))
 
@@ -64,6 +66,7 @@ def case(kernel: str, *, limit: float | None = 1.0, gain: float = 12.0) -> Layer
         hidden=512 if kernel == "sm120_mxfp4_cake" else HIDDEN,
         machine=SM120 if kernel in MX else H200,
         activation=activation if kernel in CLAMPED else Activation(),
+        activation_scales=(0.1, 0.01) if kernel == "sm90_pull_fp8_tensor" else None,
         gain=gain,
     )
 
@@ -245,6 +248,26 @@ def scale_mode_left_at_the_default(kernel: type[Kernel]) -> contextlib.AbstractC
     return fields_through(lambda f: {k: v for k, v in f.items() if k != "fp8_scale_mode"})
 
 
+def scale_mode_of_blocks(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    mode = {"fp8_scale_mode": "blockwise"}
+    return fields_through(lambda f: f | mode if "fp8_scale_mode" in f else f)
+
+
+def activation_scales_exchanged(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
+    """FC2's for FC1's, in the pack."""
+    module = sys.modules[kernel.__module__]
+    real = module.pack_pull_fp8_per_tensor  # type: ignore[attr-defined]
+
+    def pack(experts: Any, *, fc1_activation_scale: float, fc2_activation_scale: float) -> Any:
+        return real(
+            experts,
+            fc1_activation_scale=fc2_activation_scale,
+            fc2_activation_scale=fc1_activation_scale,
+        )
+
+    return mock.patch.object(module, "pack_pull_fp8_per_tensor", pack)
+
+
 def combine_left_to_the_heuristic(kernel: type[Kernel]) -> contextlib.AbstractContextManager[Any]:
     return fields_through(lambda f: {k: v for k, v in f.items() if k != "knobs"})
 
@@ -320,8 +343,9 @@ EVERY = tuple(WEIGHTS)
 STALE = tuple(name for name in WEIGHTS if BY_NAME[name].sheet.empty_slots == "stale")
 MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (gate_and_up_swapped, EVERY),
-    (scales_of_the_other_half, QUANTISED),
-    (scales_of_the_next_row_block, QUANTISED),
+    (scales_of_the_other_half, MEASURED),
+    (scales_of_the_next_row_block, MEASURED),
+    (activation_scales_exchanged, ("sm90_pull_fp8_tensor",)),
     (experts_shifted_by_one, EVERY),
     (weights_applied_twice, EVERY),
     (empty_slots_counted, tuple(set(EVERY) - set(STALE))),
@@ -336,6 +360,7 @@ MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (clamp_dropped, CLAMPED),
     (wire_left_at_the_default, ("sm90_push_bf16", "sm90_push_fp8")),
     (scale_mode_left_at_the_default, ("sm90_pull_fp8",)),
+    (scale_mode_of_blocks, ("sm90_pull_fp8_tensor",)),
     (combine_left_to_the_heuristic, ("sm120_mxfp4_split",)),
     (overflow_left_at_the_default, ("sm120_mxfp4_cake",)),
     (tile_left_to_the_kernel, ("sm120_mxfp8",)),

@@ -26,13 +26,10 @@ from megamoe.formats import (
     Format,
 )
 from megamoe.kernels.base import Datasheet, Kernel
-from megamoe.kernels.sm90_pull_fp8 import Sm90PullFp8Tensor
 from megamoe.problem import Activation, Host, Machine, Placement, Request
 
 SHEETS: dict[str, type[Kernel]] = {
-    kernel.sheet.name: kernel
-    for kernel in (*KERNELS, Sm90PullFp8Tensor)
-    if kernel.sheet.name.startswith("sm")
+    kernel.sheet.name: kernel for kernel in KERNELS if kernel.sheet.name.startswith("sm")
 }
 
 
@@ -44,6 +41,7 @@ def plain_request(fmt: Format, world: int, **changes: Any) -> Request:
         "top_k": 6,
         "max_tokens_per_rank": 512,
         "weights": fmt,
+        "activation_scales": (1.0, 1.0) if fmt is FP8_TENSOR else None,
     }
     return Request(**fields | changes)
 
@@ -269,6 +267,11 @@ REFUSALS: dict[str, tuple[Format, int, tuple[Refusal, ...]]] = {
             size("hidden_size", 4128, 64),
             size("intermediate_size", 2016, 64),
             weights(FP8_BLOCK128, "fp8_tensor"),
+            Refusal(
+                of="own",
+                says="needs calibrated activation scales for FC1 and FC2, and none were given",
+                request={"activation_scales": None},
+            ),
         ),
     ),
     "sm90_pull_mxfp4": (
@@ -519,7 +522,7 @@ def restrictions(kernel: type[Kernel]) -> set[str]:
     fields = {f.name: f.default for f in dataclasses.fields(Datasheet)}
     described = {
         "name", "title", "recipe", "features", "empty_slots", "equal_counts", "id_dtype",
-        "automatic", "hardware", "notes",
+        "automatic", "hardware", "notes", "options",
     }  # fmt: skip
     limits = {n for n in fields if n not in described and getattr(sheet, n) != fields[n]}
     limits |= {"clamp"}
