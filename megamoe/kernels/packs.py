@@ -46,8 +46,10 @@ def owned(pack: Any, experts: ExpertWeights) -> Any:
 def _mapped(pack: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(pack, Tensor):
         return change(pack)
+    if next(tensors_of(pack), None) is None:
+        return pack  # a format, say, which is known by its identity
     if dataclasses.is_dataclass(pack) and not isinstance(pack, type):
-        names = [field.name for field in dataclasses.fields(pack)]
+        names = [field.name for field in dataclasses.fields(pack) if field.init]
         return dataclasses.replace(pack, **{n: _mapped(getattr(pack, n), change) for n in names})
     if isinstance(pack, (tuple, list)):
         return type(pack)(_mapped(item, change) for item in pack)

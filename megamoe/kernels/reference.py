@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from megamoe.formats import CATALOGUE
 from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
+from megamoe.kernels.packs import owned
 from megamoe.kernels.plain import PlainKernel
 from megamoe.problem import BF16_COMBINE, MoEWeights, Recipe, Request, family_recipe
 from megamoe.reference import parallel
@@ -47,6 +50,7 @@ class Reference(PlainKernel):
     def prepare(cls, weights: MoEWeights, context: Context) -> Reference:
         check_ranks(context)
         recipe = context.recipe or cls.recipe(context.request)
+        weights = _owned(weights) if context.exchange else weights
         return cls(weights, Emulated(recipe), context)
 
     def __init__(self, weights: MoEWeights, arithmetic: Emulated, context: Context) -> None:
@@ -62,8 +66,13 @@ class Reference(PlainKernel):
         )
 
     def update(self, weights: MoEWeights) -> None:
-        self.weights = weights
+        self.weights = _owned(weights)
 
     @property
     def capturable(self) -> bool:
         return False  # it looks at every value
+
+
+def _owned(weights: MoEWeights) -> MoEWeights:
+    """With experts of its own: the caller may load others into the tensors it passed."""
+    return replace(weights, experts=owned(weights.experts, weights.experts))

@@ -343,6 +343,24 @@ def test_other_experts_in_other_places_between_two_steps(kernel: str) -> None:
         run_ranks(before.world, work)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "torch_grouped", "sm90_pull_fp8"])
+def test_a_layer_of_experts_to_come_keeps_none_of_the_callers_bytes(kernel: str) -> None:
+    """A caller may load the next layer's experts into the tensors it passed."""
+    one = {"placement": Placement.contiguous(4, 1), "ids": (((0, 1), (2, 3)),), "kernel": kernel}
+    before = dataclasses.replace(case("sm90_pull_fp8"), **one)
+    after = dataclasses.replace(before, seed=77)
+    with emulated():
+        ready = prepare(before, 0, held := before.held(0), most_replicas=1)
+        for layer in (before, after):
+            if layer is after:
+                ready.update(held := after.held(0))
+            for tensor in held.experts.tensors:
+                tensor.view(torch.uint8).zero_()
+            y = ready.forward(layer.x(0), layer.topk(0))
+            assert same(y, layer.expected(0, ready.decision.recipe))
+        ready.close()
+
+
 def test_what_cannot_be_exchanged_is_refused_and_the_layer_goes_on() -> None:
     layer = dataclasses.replace(
         case("sm90_pull_fp8"), placement=Placement.contiguous(4, 2), ids=(((0, 1),), ((2, 3),))
