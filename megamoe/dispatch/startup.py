@@ -18,6 +18,7 @@ from megamoe.dispatch.select import Decision
 from megamoe.dispatch.tuning import Knobs, Mode, Tuner
 from megamoe.errors import MegaMoEError, bad_input
 from megamoe.kernels.base import Datasheet, Kernel, Workspace
+from megamoe.kernels.plain import PlainKernel
 from megamoe.kernels.staging import Staging
 from megamoe.problem import Request, TopK
 
@@ -74,7 +75,8 @@ def tuner_of(
         )
 
     return Tuner(
-        mode=start.tuning,
+        # Workspaces without buffers are all the same.
+        mode="off" if issubclass(decision.kernel, PlainKernel) else start.tuning,
         cache=Memory(start.cache_dir),
         key=key,
         gather=ranks.gather,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from megamoe.formats import CATALOGUE
-from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
+from megamoe.kernels.base import Batch, Context, Datasheet, Tactic, check_ranks
 from megamoe.kernels.packs import owned
-from megamoe.kernels.plain import PlainKernel
+from megamoe.kernels.plain import PlainKernel, PlainWorkspace
 from megamoe.problem import BF16_COMBINE, MoEWeights, Recipe, Request, family_recipe
 from megamoe.reference import parallel
 from megamoe.reference.moe import Emulated
@@ -71,6 +72,14 @@ class Reference(PlainKernel):
     @property
     def capturable(self) -> bool:
         return False  # it looks at every value
+
+    def open(self, capacity: int, tactic: Tactic | None = None) -> ReferenceWorkspace:
+        return ReferenceWorkspace(self, capacity)
+
+
+class ReferenceWorkspace(PlainWorkspace):
+    def compiles(self) -> Sequence[int]:
+        return ()  # nothing is, and a full batch takes minutes
 
 
 def _owned(weights: MoEWeights) -> MoEWeights:

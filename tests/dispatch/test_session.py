@@ -347,6 +347,19 @@ def test_forced_reference_and_what_it_stands_for(monkeypatch: pytest.MonkeyPatch
         prepared()
 
 
+def test_a_warm_up_does_not_run_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles nothing, has nothing to choose among, and takes minutes at real sizes."""
+    monkeypatch.setenv("MEGAMOE_FORCE_REFERENCE", "1")
+    ran: list[int] = []
+    monkeypatch.setattr(Reference, "run", lambda self, batch, out: ran.append(len(out)))
+    with prepared(workspaces=(2, 4), tuning="on", max_tokens_per_rank=8) as ready:
+        ready.warmup()
+        assert ran == []
+        assert ready.choice.serves == (0, 1, 2)
+        ready.forward(X, GOOD)
+    assert ran == [len(X)]
+
+
 # --- nothing is read back -------------------------------------------------------------------------
 
 
