@@ -357,8 +357,10 @@ class PreparedWeights:
             table = self._check_update(weights)
             facts = {"placement": short(str(weights.placement)), "update of": self.decision.name}
             self._ranks.agree("update", facts)
+            write = kernel.update(padded(weights))
+            self._ranks.gather("packed", "")  # a rank that could not leaves all as they are
             call.launch(self.device)
-            kernel.update(padded(weights))
+            write()
             if table is not None:
                 assert self._staging.replicas is not None
                 assert self._staging.counts is not None

@@ -195,9 +195,9 @@ class Kernel(abc.ABC):
         """
         return ({},)
 
-    def update(self, weights: MoEWeights) -> None:
-        """Take other experts in place, in stream order: every pointer stays, so that captured
-        graphs compute with the new ones. weights: as for ``prepare``.
+    def update(self, weights: MoEWeights) -> Callable[[], None]:
+        """Pack other experts; what comes back writes them in place, in stream order: every pointer
+        stays, so that captured graphs compute with the new ones. weights: as for ``prepare``.
         """
         raise Unsupported(
             f"{self.sheet.name} cannot exchange its experts in place; close the layer and prepare "

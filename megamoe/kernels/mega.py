@@ -72,11 +72,11 @@ class MegaKernel(Kernel):
             **self.fields(self.context),
         )
 
-    def update(self, weights: MoEWeights) -> None:
+    def update(self, weights: MoEWeights) -> Callable[[], None]:
         if self.layer.transformed is None:  # FlashInfer made the bytes, and keeps them to itself
             return super().update(weights)
         fresh = self.handed(self.pack(weights.experts, self.context), self.context)
-        write_over(self.layer.transformed, fresh)
+        return write_over(self.layer.transformed, fresh)
 
     def close(self) -> None:
         self.layer.close()

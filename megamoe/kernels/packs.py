@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,10 +24,16 @@ def tensors_of(pack: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def write_over(held: Any, fresh: Any) -> None:
-    """Write every tensor of one pack over those of another of the same shapes."""
-    for old, new in zip(tensors_of(held), tensors_of(fresh), strict=True):
+def write_over(held: Any, fresh: Any) -> Callable[[], None]:
+    """What writes every tensor of one pack over those of another of the same shapes."""
+    pairs = list(zip(tensors_of(held), tensors_of(fresh), strict=True))
+    for old, new in pairs:
         assert (old.shape, old.dtype) == (new.shape, new.dtype)
+    return lambda: _write(pairs)
+
+
+def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for old, new in pairs:
         bits = torch.uint8 if old.dtype.itemsize == 1 else old.dtype
         old.view(bits).copy_(new.view(bits))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -66,8 +66,13 @@ class Reference(PlainKernel):
             )
         )
 
-    def update(self, weights: MoEWeights) -> None:
-        self.weights = _owned(weights)
+    def update(self, weights: MoEWeights) -> Callable[[], None]:
+        fresh = _owned(weights)
+
+        def write() -> None:
+            self.weights = fresh
+
+        return write
 
     @property
     def capturable(self) -> bool:

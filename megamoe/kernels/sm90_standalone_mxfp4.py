@@ -7,6 +7,8 @@ get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding points).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megamoe.formats import BF16, FP8_1X128, MXFP4
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Context, Datasheet, Kernel, Tactic, Versions
@@ -82,8 +84,8 @@ class Sm90StandaloneMxfp4(Kernel):
     def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
         return SharedWorkspace(self, capacity, "mxfp4_mega_moe")
 
-    def update(self, weights: MoEWeights) -> None:
-        write_over(self.packed, pack_standalone_mxfp4(neutral(canonical(weights.experts))))
+    def update(self, weights: MoEWeights) -> Callable[[], None]:
+        return write_over(self.packed, pack_standalone_mxfp4(neutral(canonical(weights.experts))))
 
     def close(self) -> None:
         return None

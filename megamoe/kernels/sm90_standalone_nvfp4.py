@@ -7,6 +7,7 @@ detail/common.cuh get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding po
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from megamoe.errors import bad_input
@@ -105,8 +106,8 @@ class Sm90StandaloneNvfp4(Kernel):
         space.buffer.buffer.prewarm(**options)
         return space
 
-    def update(self, weights: MoEWeights) -> None:
-        write_over(self.packed, pack_standalone_nvfp4(canonical(weights.experts))[0])
+    def update(self, weights: MoEWeights) -> Callable[[], None]:
+        return write_over(self.packed, pack_standalone_nvfp4(canonical(weights.experts))[0])
 
     def close(self) -> None:
         return None

@@ -14,6 +14,7 @@ ranks, H hidden_size, I intermediate_size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from megamoe.formats import BF16, CATALOGUE, PLAIN_BF16, plain
 from megamoe.kernels.base import Batch, Context, Datasheet, check_ranks
 from megamoe.kernels.exchange import Exchange
 from megamoe.kernels.operands import rounded_bf16
-from megamoe.kernels.packs import owned
+from megamoe.kernels.packs import owned, write_over
 from megamoe.kernels.plain import PlainKernel
 from megamoe.problem import (
     Activation,
@@ -136,10 +137,11 @@ class TorchGrouped(PlainKernel):
         terms[order] = term_mH
         out.copy_(self._sum(terms.view(n, k, terms.shape[1]), batch))
 
-    def update(self, weights: MoEWeights) -> None:
+    def update(self, weights: MoEWeights) -> Callable[[], None]:
         experts = rounded_bf16(weights.experts)
-        self.w13.copy_(with_bias(experts.w13, weights.experts.b13))
-        self.w2.copy_(with_bias(experts.w2, weights.experts.b2))
+        w13 = with_bias(experts.w13, weights.experts.b13)
+        w2 = with_bias(experts.w2, weights.experts.b2)
+        return write_over((self.w13, self.w2), (w13, w2))
 
     @property
     def capturable(self) -> bool:

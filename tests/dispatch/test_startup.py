@@ -397,13 +397,50 @@ def test_more_replicas_than_prepared_for_are_refused() -> None:
         run_ranks(2, lambda rank: prepare(layer, rank, most_replicas=1))
 
 
-def test_cake_says_that_it_cannot() -> None:
+def test_cake_says_that_it_cannot_and_goes_on() -> None:
     layer = case("sm120_mxfp4_cake")
 
     def work(rank: int) -> None:
         ready = prepare(layer, rank, most_replicas=2)
         with pytest.raises(Unsupported, match="cannot exchange its experts in place"):
             ready.update(layer.held(rank))
+        y = ready.forward(layer.x(rank), layer.topk(rank))
+        assert same(y, layer.expected(rank, ready.decision.recipe))
+        ready.close()
 
-    with emulated(layer.machine):
+    with emulated(layer.machine) as device:
+        run_ranks(layer.world, work)
+    assert device.open_workspaces == 0
+
+
+def test_experts_that_one_rank_cannot_pack_are_written_on_no_rank() -> None:
+    layer = case("sm90_pull_bf16")
+    other = dataclasses.replace(layer, seed=77)
+    adapter: Any = BY_NAME["sm90_pull_bf16"]
+    real = adapter.pack
+
+    def work(rank: int) -> None:
+        ready = prepare(layer, rank, most_replicas=2)
+        refused.add(rank)
+        dist.barrier()
+        words = "are no BF16 numbers" if rank == 1 else "rank 1 raised Unsupported"
+        with pytest.raises(MegaMoEError, match=words):
+            ready.update(other.held(rank))
+        for after in (layer, other):
+            y = ready.forward(after.x(rank), after.topk(rank))
+            assert same(y, after.expected(rank, ready.decision.recipe))
+            refused.discard(rank)
+            dist.barrier()
+            if after is layer:
+                ready.update(other.held(rank))
+        ready.close()
+
+    refused: set[int] = set()
+
+    def pack(experts: Any, context: Any) -> Any:
+        if context.rank == 1 and refused:
+            raise Unsupported("values are no BF16 numbers")
+        return real(experts, context)
+
+    with emulated(), mock.patch.object(adapter, "pack", staticmethod(pack)):
         run_ranks(2, work)
