@@ -372,11 +372,15 @@ class SharedBuffer:
         self.key, self.users = key, 0
         self.api = load("megamoe")
         self.group, self.owned = _group(context)
-        self.buffer = build(self.api, "MegaMoESymmBuffer", {"group": self.group, **fields})
-        # The kernel writes as many rows as all ranks agreed on, the caller wants this rank's.
-        self.rows = torch.empty(
-            capacity, context.request.hidden_size, dtype=torch.bfloat16, device=context.device
-        )
+        try:
+            self.buffer = build(self.api, "MegaMoESymmBuffer", {"group": self.group, **fields})
+            # The kernel writes as many rows as all ranks agreed on, the caller wants this rank's.
+            self.rows = torch.empty(
+                capacity, context.request.hidden_size, dtype=torch.bfloat16, device=context.device
+            )
+        except BaseException:
+            self._leave()
+            raise
 
     def inputs(self, count: int, tokens: int) -> Batch:
         """Its own rows, which a launch of ``tokens`` rows reads."""
@@ -426,6 +430,10 @@ class SharedBuffer:
             return
         del self._open[self.key]
         self.buffer.destroy()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Hand a group that was made here to another buffer over it; the last one ends it."""
         if not self.owned:
             return
         for other in self._open.values():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from emulated import emulated
+from emulated import emulated, standalone
 from emulated.layers import Layer
 
 import megamoe
@@ -109,3 +110,15 @@ def test_the_group_of_one_rank_lasts_as_long_as_a_buffer_over_it(workspaces: Any
             held.buffer.destroy = destroy
         other.close()
         assert not dist.is_initialized()
+
+
+def test_a_buffer_that_cannot_be_made_leaves_no_group() -> None:
+    case = Layer(
+        kernel="sm90_standalone_mxfp4", weights=MXFP4, placement=Placement.contiguous(2, 1),
+        ids=(((0, 1),),),
+    )  # fmt: skip
+    full = mock.patch.object(standalone.Buffer, "__init__", side_effect=MemoryError("full"))
+    with emulated(), full, pytest.raises(MemoryError, match="full"):
+        case.prepare(0)
+    assert not dist.is_initialized()
+    assert not SharedBuffer._open
