@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megamoe import settings
 from megamoe.checkpoint import load
-from megamoe.dispatch.machine import probe
+from megamoe.dispatch.machine import current, probe
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
 from megamoe.dispatch.startup import Start
 from megamoe.dispatch.tuning import Mode
 from megamoe.dispatch.watchdog import TIMEOUT, OnFailure
+from megamoe.dispatch.workspaces import ascending
 from megamoe.errors import BadInput, bad_input
 from megamoe.parity import Parity
 from megamoe.problem import Host, MoEWeights, Request, TopK, family_recipe
@@ -84,7 +85,7 @@ def prepare(
         on_failure=on_failure,
     )
     try:
-        with ranks.step("prepare"):
+        with current(weights.device), ranks.step("prepare"):
             asked = read_settings()
             request = Request.of(
                 weights,
@@ -97,7 +98,7 @@ def prepare(
             decision = decide(request, weights.device, kernel, asked, ranks_per_gpu=shared_by)
             watch = Parity.of(weights, decision, ranks, asked)
             start = Start(
-                capacities=tuple(workspaces),
+                capacities=ascending(workspaces) if workspaces else (),
                 tuning=tuning or asked.tuning,
                 cache_dir=asked.cache_dir,
                 samples=samples,

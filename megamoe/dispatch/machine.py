@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,16 @@ def probe(device: torch.device | str, *, ranks_per_gpu: int = 1) -> Machine:
         torch=torch.__version__,
         **versions,
     )
+
+
+@contextlib.contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Within the block ``device`` is the current GPU, whose streams kernels are launched on."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
 
 
 def _driver() -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megamoe.dispatch import ops
 from megamoe.dispatch.fingerprint import fingerprint, short
+from megamoe.dispatch.machine import current
 from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.select import Decision
@@ -160,7 +161,7 @@ class PreparedWeights:
     def run(self, x: Tensor, topk: TopK, max_tokens: int | None, out: Tensor | None) -> Tensor:
         """What ``forward`` does, outside of what a compiler traces."""
         kernel = self._open()
-        with self._ranks.step("forward") as call:
+        with current(self.device), self._ranks.step("forward") as call:
             self._check(x, topk, out)
             self._check_capture(kernel)
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
@@ -314,7 +315,7 @@ class PreparedWeights:
     def warmup(self) -> None:
         """Compile and allocate all that ``forward`` needs; collective."""
         self._open()
-        with self._ranks.step("warmup") as call:
+        with current(self.device), self._ranks.step("warmup") as call:
             call.launch(self.device)
             for space in self._spaces:
                 for tokens in space.compiles():
@@ -348,7 +349,7 @@ class PreparedWeights:
         the kernel cannot exchange its experts in place.
         """
         kernel = self._open()
-        with self._ranks.step("update") as call:
+        with current(self.device), self._ranks.step("update") as call:
             if self._watch is not None:
                 raise bad_input(
                     "layer", "", "has its calls judged against the experts as they were loaded "

@@ -156,7 +156,7 @@ class Rig:
         """Stage what callers may bring besides int64 ids and float32 weights: each compiles."""
         x, ids, weights = self.rows(1)
         for id_dtype in (torch.int32, torch.int64):
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 batch = space.inputs(x, ids.shape[1], 1)
                 self.staging(x, ids.to(id_dtype), weights.to(dtype), batch)
 

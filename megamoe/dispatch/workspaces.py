@@ -62,6 +62,10 @@ def profiles(decode_ceiling: int, prefill: int) -> tuple[int, ...]:
 
 def ascending(capacities: Iterable[int]) -> tuple[int, ...]:
     """A caller's capacities, sorted and each once."""
+    if not isinstance(capacities, Iterable):
+        raise bad_input(
+            "capacities", capacities, "is not a list of token counts", "pass (64, 256, 1024), say"
+        )
     found = tuple(capacities)
     for capacity in found:
         _positive("capacities", capacity)

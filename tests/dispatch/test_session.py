@@ -14,7 +14,7 @@ from strategies import Case, bell
 from torch import Tensor
 
 import megamoe
-from megamoe.dispatch import session
+from megamoe.dispatch import machine, session
 from megamoe.dispatch.fingerprint import checksum, fingerprint
 from megamoe.dispatch.machine import H200
 from megamoe.dispatch.select import Decision
@@ -496,3 +496,19 @@ def test_scaling_is_the_same_as_the_reference_reads_it() -> None:
         for scaled in (False, True):
             topk = TopK(ids=GOOD.ids, weights=GOOD.weights, scaled=scaled)
             assert session.scaling(topk, 2.5, at) == scaling(topk, case.layer())
+
+
+def test_a_layer_runs_on_its_own_gpu_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def entering(device: torch.device) -> Any:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    for name, taken in (("cpu", 0), ("cuda:0", 0), ("cuda", 0), ("cuda:1", 1)):
+        entered.clear()
+        with machine.current(torch.device(name)):
+            assert len(entered) == taken

@@ -121,6 +121,8 @@ def test_layers_of_one_geometry_share_workspaces_and_the_last_frees_them() -> No
 
 def test_a_workspace_above_the_capacity_and_ranks_that_disagree_are_refused() -> None:
     layer = case("sm90_pull_fp8")
+    with pytest.raises(BadInput, match="capacities 64 is not a list of token counts"), emulated():
+        run_ranks(2, lambda rank: prepare(layer, rank, workspaces=64))
     with pytest.raises(BadInput, match="workspaces 5 is above max_tokens_per_rank 4"), emulated():
         run_ranks(2, lambda rank: prepare(layer, rank, workspaces=(5,)))
     with pytest.raises(RankFailure, match="disagree on workspaces"), emulated():
