@@ -13,6 +13,7 @@ from megamoe.dispatch.fingerprint import fingerprint, short
 from megamoe.dispatch.machine import current
 from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
+from megamoe.dispatch.refuse import check_call, check_ids, check_update
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.shared import SharedFFN
 from megamoe.dispatch.startup import (
@@ -28,7 +29,7 @@ from megamoe.dispatch.workspaces import Choice, ascending, rounds
 from megamoe.errors import BadInput, MegaMoEError, bad_input
 from megamoe.kernels.base import Context, Kernel, Workspace
 from megamoe.kernels.staging import Staging
-from megamoe.problem import MoEWeights, Request, TopK
+from megamoe.problem import MoEWeights, TopK
 
 Verdict = Callable[[Tensor], None]
 Watch = Callable[[Tensor, TopK, Tensor], Verdict | None]
@@ -162,11 +163,11 @@ class PreparedWeights:
         """What ``forward`` does, outside of what a compiler traces."""
         kernel = self._open()
         with current(self.device), self._ranks.step("forward") as call:
-            self._check(x, topk, out)
+            check_call(x, topk, out, self.request, self.device)
             self._check_capture(kernel)
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
             number, step, tokens = self._rounds(x.shape[0], max_tokens)
-            self._check_ids(topk.ids)
+            check_ids(topk.ids, self.request.num_experts)
             y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
             verdict = None
             if self._watch is not None:
@@ -189,55 +190,11 @@ class PreparedWeights:
             verdict(y)
         return y
 
-    def _check(self, x: Tensor, topk: TopK, out: Tensor | None) -> None:
-        hidden = self.request.hidden_size
-        if x.dim() != 2 or x.shape[1] != hidden:
-            raise bad_input(
-                "x", f"of shape {list(x.shape)}", f"is not [tokens, {hidden}]", "flatten the batch"
-            )
-        if x.dtype != torch.bfloat16:
-            raise bad_input("x", f"of {x.dtype}", "is not bfloat16", "cast with x.bfloat16()")
-        if x.device != self.device:
-            raise bad_input(
-                "x", f"on {x.device}", f"is not on the layer's {self.device}", "move it"
-            )
-        if topk.ids.device != self.device:
-            raise bad_input(
-                "topk.ids", f"on {topk.ids.device}", f"are not on the layer's {self.device}",
-                "move them",
-            )  # fmt: skip
-        if topk.tokens != x.shape[0]:
-            raise bad_input(
-                "topk.ids", f"of {topk.tokens} tokens", f"do not match x of {x.shape[0]}",
-                "route the same tokens",
-            )  # fmt: skip
-        if topk.top_k != self.request.top_k:
-            raise bad_input(
-                "topk", f"of {topk.top_k} slots a token", f"is not top_k {self.request.top_k}",
-                "prepare the layer for it",
-            )  # fmt: skip
-        if out is not None and (
-            out.shape != x.shape or out.dtype != x.dtype or out.device != x.device
-        ):
-            raise bad_input(
-                "out", f"of {out.dtype} {list(out.shape)} on {out.device}",
-                f"is not {x.dtype} {list(x.shape)} on {x.device}", "pass one like x",
-            )  # fmt: skip
-        if out is not None and not out.is_contiguous():
-            raise bad_input(
-                "out", f"of strides {out.stride()}", "is not contiguous", "pass one that is"
-            )
-        if out is not None and overlap(x, out):
-            raise bad_input(
-                "out", "", "shares memory with x, which is read after out is written",
-                "pass another tensor",
-            )  # fmt: skip
-
     def _check_samples(self, x: Tensor, topk: TopK) -> None:
         """Bad ids too: they would raise the flag that is for those who serve."""
         try:
-            self._check(x, topk, None)
-            self._check_ids(topk.ids.cpu())
+            check_call(x, topk, None, self.request, self.device)
+            check_ids(topk.ids.cpu(), self.request.num_experts)
         except BadInput as error:
             raise BadInput(f"samples: {error}") from None
 
@@ -279,16 +236,6 @@ class PreparedWeights:
             )  # fmt: skip
         number, step = rounds(max_tokens, capacity)
         return number, step, step
-
-    def _check_ids(self, ids: Tensor) -> None:
-        """On a CPU, where looking costs nothing; on a GPU staging raises the flag."""
-        if ids.device.type == "cpu" and ids.numel():
-            low, high = (int(v) for v in torch.aminmax(ids))
-            if low < -1 or high >= self.request.num_experts:
-                raise bad_input(
-                    "topk.ids", low if low < -1 else high,
-                    f"is outside [-1, {self.request.num_experts})", "use -1 for an empty slot",
-                )  # fmt: skip
 
     def _run(
         self,
@@ -355,7 +302,15 @@ class PreparedWeights:
                     "layer", "", "has its calls judged against the experts as they were loaded "
                     "(MEGAMOE_PARITY)", "unset it and prepare again",
                 )  # fmt: skip
-            table = self._check_update(weights)
+            if not self._exchange:
+                raise bad_input(
+                    "layer", "", "was prepared with experts that stay, some of which are the "
+                    "caller's own bytes", "prepare it with most_replicas",
+                )  # fmt: skip
+            check_update(weights, self.request, self.rank, self.device)
+            held = self._staging.replicas
+            width = None if held is None else held.shape[1]
+            table = replicas(weights.placement, self.device, width)
             facts = {"placement": short(str(weights.placement)), "update of": self.decision.name}
             self._ranks.agree("update", facts)
             write = kernel.update(padded(weights))
@@ -368,43 +323,6 @@ class PreparedWeights:
                 self._staging.replicas.copy_(table[0])
                 self._staging.counts.copy_(table[1])
             self._ranks.gather("updated", "")
-
-    def _check_update(self, weights: MoEWeights) -> tuple[Tensor, Tensor] | None:
-        """The new table of replicas, where there is one."""
-        before, rank = self.request, self._staging.rank
-        if not self._exchange:
-            raise bad_input(
-                "layer", "", "was prepared with experts that stay, some of which are the caller's "
-                "own bytes", "prepare it with most_replicas",
-            )  # fmt: skip
-        if (weights.rank, weights.device) != (rank, self.device):
-            raise bad_input(
-                "weights", f"of rank {weights.rank} on {weights.device}",
-                f"are not rank {rank}'s on {self.device}", "pass this rank's share",
-            )  # fmt: skip
-        after = dataclasses.replace(
-            Request.of(
-                weights, top_k=before.top_k, max_tokens_per_rank=before.max_tokens_per_rank,
-                activation_scales=before.activation_scales, host=before.host,
-            ),
-            placement=before.placement,
-        )  # fmt: skip
-        for field in dataclasses.fields(after):
-            old, new = (getattr(request, field.name) for request in (before, after))
-            if old != new:
-                raise bad_input(
-                    f"weights' {field.name}", new, f"is not the layer's {old}",
-                    "close the layer and prepare it again",
-                )  # fmt: skip
-        old_places, places = before.placement, weights.placement
-        sizes = [(p.num_experts, p.world_size, p.slots_per_rank) for p in (old_places, places)]
-        if sizes[0] != sizes[1]:
-            raise bad_input(
-                "placement", f"of {sizes[1]} (experts, ranks, slots a rank)",
-                f"is not the layer's {sizes[0]}", "close the layer and prepare it again",
-            )  # fmt: skip
-        held = self._staging.replicas
-        return None if held is None else replicas(places, self.device, held.shape[1])
 
     def check(self) -> None:
         """Raise RankFailure where the ranks' group has failed, BadInput where an id outside [-1, E)
@@ -476,23 +394,6 @@ class PreparedWeights:
         elif kernel is not None:  # the others may be elsewhere: nothing collective now
             self._ranks.abandon(error)
             self._ranks.close()
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share bytes, by the range that each one's strides span."""
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (low, high), (start, stop) = _span(a), _span(b)
-    return low < stop and start < high
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor reaches, [first, past the last)."""
-    if t.numel() == 0:
-        return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    first = int(t.storage_offset()) * t.element_size()
-    return first, first + (int(reach) + 1) * t.element_size()
 
 
 def scaling(topk: TopK, factor: float, scale_at: str) -> float:

@@ -17,8 +17,9 @@ import megamoe
 from megamoe.dispatch import machine, session
 from megamoe.dispatch.fingerprint import checksum, fingerprint
 from megamoe.dispatch.machine import H200
+from megamoe.dispatch.refuse import overlap
 from megamoe.dispatch.select import Decision
-from megamoe.dispatch.session import PreparedWeights, overlap
+from megamoe.dispatch.session import PreparedWeights
 from megamoe.dispatch.shared import SharedFFN
 from megamoe.errors import BadInput, MegaMoEError, Unsupported
 from megamoe.formats import FP8_BLOCK128, MXFP4
