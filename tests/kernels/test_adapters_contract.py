@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from emulated import ContractBroken, Trap, cluster, emulated, run_ranks
+from emulated import ContractBroken, Trap, cluster, emulated, run_ranks, standalone
 from emulated.layers import Layer, differences, forward
-from test_adapters_mutants import WEIGHTS, case
+from test_adapters_mutants import BY_NAME, WEIGHTS, case
 
 import megamoe
 from megamoe.dispatch.machine import H200, SM120
@@ -273,8 +273,6 @@ def test_values_that_bf16_cannot_hold_are_refused_on_every_rank(kernel: str) -> 
 
 @ALL
 def test_weights_as_computed_are_the_weights_where_they_fit(kernel: str) -> None:
-    from test_adapters_mutants import BY_NAME
-
     experts = case(kernel).experts()
     computed = BY_NAME[kernel].as_computed(experts)
     assert torch.equal(dequantise(computed.w13), dequantise(experts.w13))
@@ -284,8 +282,6 @@ def test_weights_as_computed_are_the_weights_where_they_fit(kernel: str) -> None
 @pytest.mark.parametrize("kernel", ["sm90_pull_nvfp4", "sm90_standalone_nvfp4"])
 def test_nvfp4_of_any_scale_is_what_as_computed_says(kernel: str) -> None:
     """A scale of 1.125 is no power of two: the kernel multiplies with other weights."""
-    from test_adapters_mutants import BY_NAME
-
     layer_ = case(kernel)
     odd = layer_.experts()
     scale = odd.w2.scale
@@ -404,3 +400,30 @@ def test_bf16_layers_have_their_own_storage() -> None:
     assert torch.equal(layer_.experts().w2.data, before)
     assert layer_.weights is PLAIN_BF16
     assert issubclass(Unsupported, MegaMoEError)
+
+
+@pytest.mark.parametrize("most", [256, 257])
+def test_counts_on_both_sides_of_the_families_boundary_run_the_same_one(most: int) -> None:
+    """Fused up to 256 tokens, split above: which, the step's maximum says, and every rank passes
+    that many rows, whatever its own count."""
+    base = case("sm90_standalone_nvfp4")
+    counts = (3, most, 0, most - 1)
+    ids = tuple(tuple((t % 4, (t + 1) % 4) for t in range(n)) for n in counts)
+    layer_ = dataclasses.replace(base, ids=ids, capacity=300)
+    seen: list[tuple[int, str, int]] = []
+    real = standalone.Buffer.run
+
+    def run(self: Any, y: Any, n: int, experts: Any, *why: Any) -> Any:
+        seen.append((n, *why))
+        return real(self, y, n, experts, *why)
+
+    def work(rank: int) -> torch.Tensor:
+        with layer_.prepare(rank) as prepared:
+            return prepared.forward(layer_.x(rank), layer_.topk(rank), max_tokens=most)
+
+    with emulated(layer_.machine), mock.patch.object(standalone.Buffer, "run", run):
+        outputs = run_ranks(4, work)
+    assert seen == [(most, "auto", 256)] * 4
+    recipe = BY_NAME["sm90_standalone_nvfp4"].sheet.recipe
+    for rank, y in enumerate(outputs):
+        assert torch.equal(y, layer_.expected(rank, recipe))
