@@ -20,6 +20,22 @@ def matrix(q: Quantised) -> Tensor:
     return dequantise(q, to=FP32)[0]
 
 
+TERMS = 3  # BF16 numbers whose sum is a float32 number
+
+
+def terms(matrix: Tensor) -> Tensor:
+    """float32 [rows, columns] as BF16 [rows, 3 * columns]: three numbers that add up to each.
+
+    A product with rows written three times is then one of BF16 matrices, for the matrix units of a
+    GPU; float32 ones would go without. float32 itself comes back where a number is too small.
+    """
+    rest, parts = matrix, []
+    for _ in range(TERMS):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].to(torch.float32)
+    return torch.cat(parts, dim=1) if not bool(rest.any()) else matrix
+
+
 class SharedFFN:
     """Holds its own pack; nothing is rounded between x and the second product's BF16 input.
 
@@ -32,6 +48,10 @@ class SharedFFN:
         self.activation: Activation = shared.activation
         self.w13, self.w2 = matrix(weights.w13), matrix(weights.w2)
         on_gpu = weights.device.type == "cuda"
+        if on_gpu:
+            self.w13, self.w2 = (
+                terms(m) if m.dtype == torch.float32 else m for m in (self.w13, self.w2)
+            )
         self.wide = torch.float32 if on_gpu else torch.float64
         self.b13 = None if weights.b13 is None else weights.b13[0].to(torch.float32)
         self.b2 = None if weights.b2 is None else weights.b2[0].to(torch.float32)
@@ -81,7 +101,9 @@ class SharedFFN:
         return (y if self.b2 is None else y + self.b2).to(torch.bfloat16)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        """a BF16 [n, k] times b [m, k] transposed, float32."""
+        """a BF16 [n, k] times b [m, k] transposed, float32; b may hold ``terms``."""
+        if b.shape[1] != a.shape[1]:
+            a = a.repeat(1, TERMS)
         if a.is_cuda and b.dtype == torch.bfloat16:
             result: Tensor = torch.mm(a, b.T, out_dtype=torch.float32)
             return result

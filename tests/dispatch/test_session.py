@@ -20,7 +20,7 @@ from megamoe.dispatch.machine import H200
 from megamoe.dispatch.refuse import overlap
 from megamoe.dispatch.select import Decision
 from megamoe.dispatch.session import PreparedWeights
-from megamoe.dispatch.shared import SharedFFN
+from megamoe.dispatch.shared import SharedFFN, terms
 from megamoe.errors import BadInput, MegaMoEError, Unsupported
 from megamoe.formats import FP8_BLOCK128, MXFP4
 from megamoe.kernels.base import Batch, Context, Datasheet, Kernel
@@ -142,6 +142,24 @@ def test_the_shared_expert_above_a_kernel_is_the_reference_of_it() -> None:
         y = SharedFFN(shared).start(case.x())()
         wanted = shared_term(case.x(), shared, Emulated(BF16_COMBINE))
         same_bits([y], wanted.to(torch.bfloat16))
+
+
+def test_a_float32_matrix_is_three_of_bf16_that_add_up() -> None:
+    """What a GPU multiplies with in place of it; here only the numbers can be looked at."""
+    case = Case(shared=32, weights=FP8_BLOCK128, hidden_size=64, intermediate_size=32, tokens=5)
+    shared = case.layer().shared
+    assert shared is not None
+    ffn = SharedFFN(shared)
+    for held in (ffn.w13, ffn.w2):
+        assert held.dtype == torch.float32  # FP8 codes under scales that are no powers of two
+        split = terms(held)
+        assert (split.shape, split.dtype) == ((len(held), 3 * held.shape[1]), torch.bfloat16)
+        parts = split.to(torch.float64).unflatten(1, (3, -1))
+        assert torch.equal(parts.sum(1), held.to(torch.float64))
+        x = bell(1, 5, held.shape[1]).bfloat16()
+        assert torch.equal(ffn._product(x, split), ffn._product(x, held))
+    tiny = torch.full((1, 2), 2.0**-126 + 2.0**-149)
+    assert terms(tiny) is tiny
 
 
 def test_rows_of_the_caller_padding_change_no_other() -> None:  # K31
