@@ -17,7 +17,7 @@ from torch import Tensor
 import megamoe
 from megamoe import oracle
 from megamoe.dispatch.watchdog import OnFailure
-from megamoe.errors import BadInput
+from megamoe.errors import BadInput, Unsupported
 from megamoe.problem import TopK
 from megamoe.suite import run
 from megamoe.suite.cases import Shape, State
@@ -34,6 +34,11 @@ PLACEMENTS: tuple[Literal["contiguous", "uneven", "replicated", "permuted"], ...
     "permuted",
 )
 """Of chapters, in turn."""
+OTHER: dict[str, Literal["contiguous", "permuted"]] = {
+    "contiguous": "permuted",
+    "permuted": "contiguous",
+}
+"""Where a chapter's experts move to, and back, while graphs stay: to as many slots a rank."""
 READ_EVERY = 16
 DESCRIBED = 3  # failures of a task; more are only counted
 
@@ -95,6 +100,12 @@ class Served:
             kind, shape, placement, world=world_size, rows=rows, seed=seed, device=device
         )
         phase(f"prepare, {placement}")
+        self.places = [inputs.ranks[rank]]
+        if placement in OTHER:
+            moved, _ = stocked(
+                kind, shape, OTHER[placement], world=world_size, rows=1, seed=seed, device=device
+            )
+            self.places.append(moved.ranks[rank])
         self.layer = megamoe.prepare(
             inputs.ranks[rank],
             group,
@@ -102,6 +113,7 @@ class Served:
             top_k=shape.top_k,
             kernel=kernel,
             workspaces=workspaces,
+            most_replicas=1 if placement in OTHER else None,
             on_failure=on_failure,
         )
         self.layer.warmup()
@@ -166,6 +178,18 @@ class Served:
         padded[: len(rows)] = rows
         return padded, static.out.clone()
 
+    def move(self) -> bool:
+        """Exchange the places of the experts, if the kernel can and the placement has another."""
+        if len(self.places) < 2:
+            return False
+        self.places.reverse()
+        try:
+            self.layer.update(self.places[0])
+        except Unsupported:  # on every rank alike
+            self.places.clear()
+            return False
+        return True
+
     def close(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -182,9 +206,9 @@ def _verdict(report: oracle.Report, capacity: int) -> dict[str, Any]:
 class Tally:
     """What a rank did and found in one task.
 
-    rows: verified, padding included. replays: of CUDA graphs. launches: rounds of all calls.
-    differing: rows of other bits than the stock's. failures: the first in words, with all that it
-    takes to repeat them. stock: the verdict on each workspace.
+    rows: verified, padding included. replays: of CUDA graphs. moves: of experts, in place.
+    launches: rounds of all calls. differing: rows of other bits than the stock's. failures: the
+    first in words, with all that it takes to repeat them. stock: the verdict on each workspace.
     """
 
     steps: int = 0
@@ -194,6 +218,7 @@ class Tally:
     replays: int = 0
     refused: int = 0
     prepares: int = 0
+    moves: int = 0
     rows: int = 0
     idle: int = 0
     late: int = 0
@@ -238,6 +263,8 @@ class Walker:
         if late := step.late_ms[served.rank]:
             time.sleep(late / 1e3)
             tally.late += 1
+        if step.moves:
+            tally.moves += served.move()
         if step.refusal:
             self._refused(step)
             return

@@ -20,7 +20,7 @@ TASK = 50  # steps between two lines of progress; chapters begin with a task
 Entry = dict[str, Any]
 
 OF_EACH = ("rows", "idle", "late", "differing", "wrong_steps")
-OF_ALL = ("steps", "calls", "launches", "padded", "replays", "refused", "prepares")
+OF_ALL = ("steps", "calls", "launches", "padded", "replays", "refused", "prepares", "moves")
 """What is summed over ranks, and what is the same on every rank and summed over tasks only."""
 
 
@@ -114,7 +114,8 @@ def line(entry: Mapping[str, Any], steps: int) -> str:
     said = (
         f"{entry['reached'] - entry['first']} of {steps} steps in {entry['seconds']:.0f} s; "
         f"{entry['rows']:,} rows verified, {entry['differing']:,} of other bits than alone; "
-        f"{entry['replays']} graph replays, {entry['prepares']} prepares"
+        f"{entry['replays']} graph replays, {entry['prepares']} prepares, "
+        f"{entry['moves']} moves of experts"
     )
     failure = entry["first_failure"]
     if failure is not None:

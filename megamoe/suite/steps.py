@@ -29,6 +29,7 @@ EDGES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 SKEW_MS = 100  # what one rank is late by
 SKEWED = 0.03  # of the steps
 MOST_ROUNDS = 3
+MOVED = 25  # steps between two moves of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,11 @@ class Step:
     late_ms: tuple[int, ...]
     out: bool
     seed: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether experts change places before it, where the layer's can."""
+        return self.number % MOVED == MOVED // 2
 
     @property
     def mode(self) -> Mode:

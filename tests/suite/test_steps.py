@@ -21,7 +21,7 @@ from megamoe.problem import TopK
 from megamoe.suite import soak as record
 from megamoe.suite.cases import Shape, place
 from megamoe.suite.pool import Outcome
-from megamoe.suite.serve import CHAPTER, PLACEMENTS, workspaces_of
+from megamoe.suite.serve import CHAPTER, OTHER, PLACEMENTS, workspaces_of
 from megamoe.suite.steps import KINDS, ROUTINGS, SKEW_MS, Step, graph_sizes, step, walk
 from megamoe.suite.stock import stocked
 
@@ -150,6 +150,9 @@ def test_a_walk_through_the_emulated_device_has_the_reference_bits() -> None:
     assert entry["idle"] == sum(s.counts.count(0) for s in walked)
     assert entry["refused"] == sum(s.refusal != "" for s in walked) > 0
     assert entry["padded"] == sum(s.graph > 0 for s in walked) > 0
+    still = [chapter * n for n in range(count // chapter) if PLACEMENTS[n] in OTHER]
+    moves = sum(s.moves for s in walked if s.number // chapter * chapter in still)
+    assert entry["moves"] == moves > 0
     assert entry["late"] == sum(any(s.late_ms) for s in walked) > 0
     opened = [(CAPACITY, *workspaces_of(n, CAPACITY)) for n in range(count // chapter)]
     assert sorted(map(len, opened)) == [1, 1, 2]
@@ -269,6 +272,23 @@ def test_a_fault_is_caught_with_its_step(name: str, planted: Callable[[Any], Non
     assert words in failure["message"], said
     assert f"step {number}: " in said
     assert "--soak-seed 0" in said
+
+
+def test_experts_that_move_without_their_table_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PreparedWeights.update
+
+    def update(self: PreparedWeights, weights: Any) -> None:
+        table = self._staging.replicas
+        assert table is not None
+        before = table.clone()
+        real(self, weights)
+        table.copy_(before)
+
+    monkeypatch.setattr(PreparedWeights, "update", update)
+    number = next(s.number for s in steps(WORLD, CAPACITY) if s.moves)
+    entry = soak(Sm90PullBf16, steps=3, first=number)
+    assert not record.passed(entry)
+    assert entry["first_failure"]["step"] >= number
 
 
 def test_other_bits_that_are_right_are_counted(planted: Callable[[Any], None]) -> None:
