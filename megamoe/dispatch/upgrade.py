@@ -15,6 +15,7 @@ from typing import Any
 from megamoe.kernels.assumed import (
     CONFIGS,
     FP4,
+    FUNCTIONS,
     RECORDS,
     REQUIRED,
     SM90,
@@ -126,9 +127,35 @@ def _default(value: ast.expr | None) -> Any:
     return ast.literal_eval(value)
 
 
+def function_differences(
+    root: Path, functions: Mapping[str, tuple[str, tuple[str, ...]]] = FUNCTIONS
+) -> list[str]:
+    """Functions that are gone, or take other parameters."""
+    found = []
+    for name, (source, ours) in functions.items():
+        try:
+            theirs = parameters(root, source, name)
+        except (OSError, StopIteration, SyntaxError):
+            found.append(f"{name}: not found in {source}")
+            continue
+        if theirs != ours:
+            found.append(f"{name}: takes {', '.join(theirs)}; assumed {', '.join(ours)}")
+    return found
+
+
+def parameters(root: Path, source: str, name: str) -> tuple[str, ...]:
+    """Of a function, or of a class's method, in that file; keyword-only ones last."""
+    nodes: list[ast.stmt] = ast.parse((root / source).read_text(encoding="utf-8")).body
+    *owners, last = name.split(".")
+    for owner in owners:
+        nodes = next(n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == owner)
+    node = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == last)
+    return tuple(a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+
+
 def changes(root: Path) -> list[str]:
     """Everything that is not as assumed."""
-    return differences(root) + registry_differences(root)
+    return differences(root) + function_differences(root) + registry_differences(root)
 
 
 def report(root: Path | None, version: str | None) -> str:
@@ -138,8 +165,8 @@ def report(root: Path | None, version: str | None) -> str:
     lines = [f"FlashInfer {version or 'of unknown version'}; our datasheets assume 0.7.4"]
     found = changes(root)
     if not found:
-        kernels = f"{len(CONFIGS)} registered kernels"
-        return "\n".join([*lines, f"all {len(RECORDS)} records and {kernels} are as assumed"])
+        rest = f"{len(FUNCTIONS)} functions and {len(CONFIGS)} registered kernels"
+        return "\n".join([*lines, f"all {len(RECORDS)} records, {rest} are as assumed"])
     lines += [f"  {sentence}" for sentence in found]
     lines.append("judge the kernels again (megamoe check) before relying on them")
     return "\n".join(lines)

@@ -243,5 +243,28 @@ RECORDS: dict[str, dict[str, Any]] = {
     "Sm90CakeBf16Weights": PUSH_BF16_WEIGHTS,
 }
 
+_PULL_SHIM = f"{PUSH}/pull_style_cutedsl_megakernel/shim"
+_LEGS = ("transformed_l1", "transformed_l2", "symm_buffer")
+_FP4_GEOMETRY = (
+    "max_tokens", "hidden", "intermediate", "num_experts", "world_size", "routing_profile",
+)  # fmt: skip
+FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "MoEEpMegaLayer.create_workspace": (
+        "moe_ep/modes/mega_layer.py", ("self", "max_tokens_per_rank", "live_tokens", "knobs"),
+    ),
+    "hopper_bf16_mega_launch_thunk": (f"{_PULL_SHIM}/hopper_bf16.py", _LEGS),
+    "hopper_fp8_mega_launch_thunk": (f"{_PULL_SHIM}/hopper_fp8.py", _LEGS),
+    "hopper_mxfp4_mega_launch_thunk": (f"{_PULL_SHIM}/hopper_mxfp4.py", _LEGS),
+    "hopper_nvfp4_mega_launch_thunk": (f"{_PULL_SHIM}/hopper_nvfp4.py", (*_LEGS, "num_tokens")),
+    "hopper_bf16_candidates": (f"{_PULL_SHIM}/autotune_bf16.py", ("max_tokens",)),
+    "hopper_fp8_candidates": (f"{_PULL_SHIM}/autotune.py", ("fp8_scale_mode", "max_tokens")),
+    "hopper_mxfp4_candidates": (f"{_PULL_SHIM}/mxfp4_optimization.py", _FP4_GEOMETRY),
+    "hopper_nvfp4_candidates": (
+        f"{_PULL_SHIM}/nvfp4_tuner.py", (*_FP4_GEOMETRY, "kperm"),
+    ),
+    "MegaMoESymmBuffer.commit_staged": ("megamoe/__init__.py", ("self", "num_tokens")),
+}  # fmt: skip
+"""What is called besides records: where it is defined, and its parameters."""
+
 UNUSED = {"FleetParams": {"algorithm", "layout"}}
 """Fields of other paths than the megakernels'."""

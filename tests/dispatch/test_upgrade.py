@@ -12,6 +12,7 @@ from megamoe.dispatch import upgrade
 from megamoe.dispatch.upgrade import (
     changes,
     differences,
+    function_differences,
     installed_root,
     registered,
     registry_differences,
@@ -64,6 +65,28 @@ def test_each_kind_of_change_is_named(tmp_path: Path) -> None:
         "MegaConfig: not found in moe_ep/modes/config.py"
     ]
     assert "judge the kernels again" in report(tmp_path, "0.8.0")
+
+
+def test_functions_that_take_something_else_are_named(tmp_path: Path) -> None:
+    (tmp_path / "layer.py").write_text(
+        "class Layer:\n    def open(self, capacity, *, knobs=None):\n        pass\n"
+        "def thunk(first, second, /, buffer):\n    pass\n"
+    )
+    same = {
+        "Layer.open": ("layer.py", ("self", "capacity", "knobs")),
+        "thunk": ("layer.py", ("first", "second", "buffer")),
+    }
+    assert function_differences(tmp_path, same) == []
+    other = {
+        "Layer.open": ("layer.py", ("self", "capacity")),
+        "Layer.close": ("layer.py", ("self",)),
+        "gone": ("none.py", ()),
+    }
+    assert function_differences(tmp_path, other) == [
+        "Layer.open: takes self, capacity, knobs; assumed self, capacity",
+        "Layer.close: not found in layer.py",
+        "gone: not found in none.py",
+    ]
 
 
 def test_kernels_that_came_and_went_are_named(tmp_path: Path) -> None:
