@@ -72,7 +72,7 @@ def test_a_traceback_only_if_asked() -> None:
 @pytest.mark.parametrize("world", ["1", "8"])
 def test_explain_every_model_on_machines_one_may_not_own(
     name: str, machine: str, world: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> None:  # K70
     """Exactly one choice, and a reason for each kernel that is none."""
     text = printed(capsys, "explain", name, "--machine", machine, "--world-size", world)
     verdicts = re.findall(r"^  (no|YES|also) +(\w+)", text, re.MULTILINE)

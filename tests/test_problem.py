@@ -228,6 +228,10 @@ def test_expert_weights_know_their_sizes() -> None:
             {"w13": plain(torch.zeros(2, 11, 10, dtype=torch.bfloat16))},
             "w2 of shape [2, 10, 6] does not fit w13 of shape [2, 11, 10]; expected [2, 10, 5]",
         ),
+        (  # K13: rows of a layer without gates
+            {"w13": plain(torch.zeros(2, 6, 10, dtype=torch.bfloat16))},
+            "w2 of shape [2, 10, 6] does not fit w13 of shape [2, 6, 10]; expected [2, 10, 3]",
+        ),
         (
             {"b13": torch.zeros(2, 6)},
             "b13 of shape [2, 6] is not [2, 12]; pass one bias per output row",

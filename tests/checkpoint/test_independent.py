@@ -199,7 +199,7 @@ def test_transformers_reads_the_same_values(kind: str, tmp_path: Path) -> None:
     compare(p, p.write(tmp_path), root, theirs)
 
 
-def test_transformers_reads_the_same_gpt_oss(tmp_path: Path) -> None:
+def test_transformers_reads_the_same_gpt_oss(tmp_path: Path) -> None:  # K10
     p = published.gpt_oss()
     weights = load(p.write(tmp_path), 0).experts
     root = "model.layers.0.mlp.experts."

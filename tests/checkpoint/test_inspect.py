@@ -90,7 +90,7 @@ def test_the_request_is_that_of_the_loaded_layer(build: object, tmp_path: Path) 
     )
 
 
-def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # K70
     path = published.deepseek_v3().write(tmp_path)
     monkeypatch.setattr(Files, "read", lambda *_: pytest.fail("inspect read a tensor"))
     assert [layer.moe is not None for layer in inspect(path).layers] == [False, True, True]

@@ -111,7 +111,7 @@ def tensors_of(weights: MoEWeights) -> tuple[Tensor, ...]:
     return weights.experts.tensors
 
 
-def test_ranks_hold_their_share(case: tuple[Published, Path]) -> None:
+def test_ranks_hold_their_share(case: tuple[Published, Path]) -> None:  # K37
     p, path = case
     whole = tensors_of(load(path, p.layer))
     shares = [tensors_of(load(path, p.layer, rank=r, world_size=3)) for r in range(3)]

@@ -281,7 +281,7 @@ REFUSED: list[tuple[Callable[[PreparedWeights], Any], str]] = [
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[s[:40] for _, s in REFUSED])
 def test_a_bad_call_is_refused_before_anything_runs(
     call: Callable[[PreparedWeights], Any], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> None:  # K38
     with prepared() as ready:
         with monkeypatch.context() as patch:
             patch.setattr(Reference, "run", lambda *_: pytest.fail("launched"))
@@ -410,7 +410,7 @@ class Stub(PlainKernel):
 
 
 @pytest.mark.parametrize("empty_slots", ["masked", "stale"])
-def test_forward_reads_nothing_back_from_a_device(empty_slots: str) -> None:
+def test_forward_reads_nothing_back_from_a_device(empty_slots: str) -> None:  # K65
     """On tensors without values every attempt to read one raises."""
 
     class Kind(Stub):

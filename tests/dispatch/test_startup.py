@@ -22,7 +22,8 @@ from megamoe.dispatch.cache import Cache
 from megamoe.dispatch.fingerprint import checksum
 from megamoe.dispatch.startup import Memory, Rig
 from megamoe.errors import BadInput, MegaMoEError, RankFailure, Unsupported
-from megamoe.kernels.mega import PullWorkspace
+from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.packs import tensors_of
 from megamoe.problem import MoEWeights, Placement
 
 PULL = ("sm90_pull_bf16", "sm90_pull_fp8", "sm90_pull_mxfp4", "sm90_pull_nvfp4")
@@ -313,11 +314,23 @@ def test_representative_rows_are_repeated_or_cut_and_idle_ranks_have_some(
 
 # --- experts that move ----------------------------------------------------------------------------
 
+
+def pointers(ready: megamoe.PreparedWeights) -> list[int]:
+    """Of the staging tables and of every tensor of the pack."""
+    kernel: Any = ready._kernel
+    pack = kernel.layer.transformed if isinstance(kernel, MegaKernel) else kernel.packed
+    found = [
+        t.data_ptr() for t in tensors_of((ready._staging.replicas, ready._staging.counts, pack))
+    ]
+    assert len(found) >= 4
+    return found
+
+
 MOVABLE = [name for name in WEIGHTS if name != "sm120_mxfp4_cake"]
 
 
 @pytest.mark.parametrize("kernel", MOVABLE)
-def test_other_experts_in_other_places_between_two_steps(kernel: str) -> None:
+def test_other_experts_in_other_places_between_two_steps(kernel: str) -> None:  # K66
     """Nothing that a graph could have captured moves: not a pointer, not a staging table."""
     before = case(kernel, limit=1.0 if kernel in CLAMPED else None)
     slots = tuple(tuple(reversed(held)) for held in reversed(before.placement.slots))
@@ -330,15 +343,14 @@ def test_other_experts_in_other_places_between_two_steps(kernel: str) -> None:
         kept = [checksum(*experts.experts.tensors) for experts in (old, new)]
         ready = prepare(before, rank, old, most_replicas=4)
         ready.warmup()
-        held = [t.data_ptr() for t in (ready._staging.replicas, ready._staging.counts)]  # type: ignore[union-attr]
+        held = pointers(ready)
         recipe = ready.decision.recipe
         for layer, experts in [(after, new), (before, old)] * 2:
             ready.update(experts)
             y = ready.forward(layer.x(rank), layer.topk(rank))
             assert same(y, layer.expected(rank, recipe))
         assert [checksum(*experts.experts.tensors) for experts in (old, new)] == kept
-        tables = ready._staging.replicas, ready._staging.counts
-        assert held == [t.data_ptr() for t in tables if t is not None]
+        assert pointers(ready) == held
         ready.close()
 
     with emulated(before.machine):

@@ -167,7 +167,7 @@ def sources(made: Start) -> set[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_cold_start_tunes_and_a_warm_one_does_not(tmp_path: Path, world: int) -> None:
+def test_a_cold_start_tunes_and_a_warm_one_does_not(tmp_path: Path, world: int) -> None:  # K69
     cold = start(tmp_path, world=world)
     assert cold.names == {64: "B", 256: "B"}
     assert sources(cold) == {"tuned"}
@@ -277,7 +277,9 @@ def test_a_rank_without_a_cache_makes_all_tune(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["on", "cached"])
-def test_a_rank_whose_winner_differs_makes_all_do_the_same(tmp_path: Path, mode: Mode) -> None:
+def test_a_rank_whose_winner_differs_makes_all_do_the_same(
+    tmp_path: Path, mode: Mode
+) -> None:  # K69
     start(tmp_path)
     for capacity in (64, 256):  # rank 0's GPU was in another group meanwhile
         key = Key.of("tactic", "fake", REQUEST, H200, gpu="GPU-0", capacities=(capacity,))
@@ -340,7 +342,7 @@ def test_a_choice_that_is_none_is_measured(tmp_path: Path, value: Any) -> None:
 # --- what ranks must have alike -------------------------------------------------------------------
 
 
-def test_ranks_with_other_switches_or_candidates_are_told(tmp_path: Path) -> None:
+def test_ranks_with_other_switches_or_candidates_are_told(tmp_path: Path) -> None:  # K69
     made = start(tmp_path, modes=("on", "cached"))
     assert len(made.errors) == 2
     assert all(isinstance(e, RankFailure) for e in made.errors)
@@ -394,7 +396,7 @@ def test_a_kernel_without_tactics_still_has_its_choice_measured(tmp_path: Path) 
 # --- the two rules --------------------------------------------------------------------------------
 
 
-def test_deterministic_leaves_out_what_sums_inside_the_kernel(tmp_path: Path) -> None:
+def test_deterministic_leaves_out_what_sums_inside_the_kernel(tmp_path: Path) -> None:  # K71
     reducing = {**B, "in_kernel_fc2_reduce": True}
     grouped = {**B, "grouped_token_back": True}
     assert admitted([A, reducing, grouped, B, A], True) == (A, B)

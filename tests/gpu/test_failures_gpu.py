@@ -202,7 +202,7 @@ def started(pool: Pool, kernel: str, on_failure: OnFailure = "abort") -> None:
 
 
 @KERNEL
-def test_a_late_rank_changes_no_bit(pool: Pool, kernel: str) -> None:
+def test_a_late_rank_changes_no_bit(pool: Pool, kernel: str) -> None:  # K56, K71
     started(pool, kernel)
     found = pool.run(come_late, timeout=run.CASE_S, seed=1)
     assert found.status == "done", f"{found}\n{found.log}"

@@ -156,7 +156,7 @@ def test_a_graph_replays_it(fmt: Format) -> None:
 
 
 @ONE_OF_EACH
-def test_it_reads_nothing_back(fmt: Format) -> None:
+def test_it_reads_nothing_back(fmt: Format) -> None:  # K65
     layer = Layer(fmt)
     layer.stage()
     torch.cuda.set_sync_debug_mode("error")

@@ -85,7 +85,7 @@ def batch(made: Inputs, tokens: int, turn: int) -> tuple[Tensor, TopK]:
 
 
 @KERNEL
-def test_graphs_of_several_sizes_in_turns(kernel: type[Kernel]) -> None:
+def test_graphs_of_several_sizes_in_turns(kernel: type[Kernel]) -> None:  # K56, K68
     made = inputs(kernel)
     shape = run.shape_of(kernel, SHAPE)
     with prepared(kernel, made, workspaces=(SMALL,)) as layer:
@@ -121,7 +121,7 @@ def test_graphs_of_several_sizes_in_turns(kernel: type[Kernel]) -> None:
 
 
 @KERNEL
-def test_graphs_go_on_with_exchanged_experts(kernel: type[Kernel]) -> None:
+def test_graphs_go_on_with_exchanged_experts(kernel: type[Kernel]) -> None:  # K66
     """Two experts have a replica, and others have one in the next placement."""
     order = range(SHAPE.num_experts)
     places = ((*order, 0, 1), (5, *reversed(order), 2))

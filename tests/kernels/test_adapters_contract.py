@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from emulated import ContractBroken, Trap, cluster, emulated, run_ranks, standalone
 from emulated.layers import Layer, differences, forward
-from test_adapters_mutants import BY_NAME, WEIGHTS, case
+from test_adapters_mutants import BY_NAME, WEIGHTS, case, experts_through, is_caught
 
 import megamoe
 from megamoe.dispatch.machine import H200, SM120
@@ -20,8 +20,9 @@ from megamoe.errors import BadInput, MegaMoEError, RankFailure, Unsupported
 from megamoe.formats import FP8_TENSOR, NVFP4, PLAIN_BF16, Quantised, dequantise
 from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Batch, Context
+from megamoe.kernels.layout import CanonicalExperts
 from megamoe.kernels.sm90_pull_fp8_tensor import recipe_of
-from megamoe.problem import Placement
+from megamoe.problem import ExpertWeights, Placement
 from megamoe.reference.moe import Emulated, layer
 
 ALL = pytest.mark.parametrize("kernel", WEIGHTS)
@@ -135,7 +136,7 @@ def test_a_rank_that_does_not_come_is_noticed(kernel: str) -> None:
         run_ranks(layer_.world, work)
 
 
-def test_ranks_that_prepare_in_another_order_are_noticed() -> None:
+def test_ranks_that_prepare_in_another_order_are_noticed() -> None:  # K49
     first = case("sm90_pull_bf16")
     second = dataclasses.replace(first, activation=megamoe.Activation(limit=3.0))
 
@@ -306,6 +307,31 @@ def test_nvfp4_of_any_scale_is_what_as_computed_says(kernel: str) -> None:
         assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize("kernel", ["sm90_pull_nvfp4", "sm90_standalone_nvfp4"])
+def test_nvfp4_gate_and_up_keep_their_own_global_scales(kernel: str) -> None:  # K60
+    """These kernels have one factor for both: a host that passes gate's, or the larger, is seen."""
+    layer_ = case(kernel)
+
+    class Apart(Layer):
+        def experts(self) -> ExpertWeights:
+            experts = super().experts()
+            scale = experts.w13.global_scale
+            assert scale is not None
+            w13 = dataclasses.replace(experts.w13, global_scale=scale * torch.tensor([1.0, 2.0]))
+            return dataclasses.replace(experts, w13=w13)
+
+    apart = Apart(**{f.name: getattr(layer_, f.name) for f in dataclasses.fields(layer_)})
+    assert differences(apart) == []
+    for taken in (0, 1):
+
+        def one_for_both(e: CanonicalExperts, taken: int = taken) -> CanonicalExperts:
+            assert e.w13_global is not None
+            return dataclasses.replace(e, w13_global=e.w13_global[:, [taken, taken]])
+
+        with experts_through(BY_NAME[kernel], one_for_both):
+            assert is_caught(apart)
+
+
 # --- pull FP8 with one scale a tensor ------------------------------------------------------------
 
 
@@ -331,7 +357,7 @@ def test_pull_fp8_per_tensor(world: int) -> None:
     assert recipe == recipe_of(*(torch.tensor(s).item() for s in (0.01, 0.003)))
 
 
-def test_pull_fp8_per_tensor_compares_its_scales_over_the_ranks() -> None:
+def test_pull_fp8_per_tensor_compares_its_scales_over_the_ranks() -> None:  # K61
     def work(rank: int) -> None:
         tensor_layer(2, (0.01, 0.003 + rank / 1000)).prepare(rank)
 

@@ -176,6 +176,19 @@ def ids_of_the_next_rank(kernel: type[Kernel]) -> contextlib.AbstractContextMana
 
 
 @contextlib.contextmanager
+def ids_mapped_twice(kernel: type[Kernel]) -> Iterator[None]:  # K74
+    """Physical experts taken for logical ones, and mapped to physical ones again."""
+    real = Staging.physical
+
+    def twice(self: Staging, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        found = real(self, ids, first)
+        return real(self, torch.where(found < 0, -1, found % self.num_experts), first)
+
+    with mock.patch.object(Staging, "physical", twice):
+        yield
+
+
+@contextlib.contextmanager
 def ids_of_the_wrong_width(kernel: type[Kernel]) -> Iterator[None]:
     other = {torch.int32: torch.int64, torch.int64: torch.int32}[kernel.sheet.id_dtype]
     with mock.patch.object(kernel, "sheet", dataclasses.replace(kernel.sheet, id_dtype=other)):
@@ -352,6 +365,7 @@ MUTANTS: tuple[tuple[Mutant, tuple[str, ...]], ...] = (
     (empty_slots_left_to_the_kernel, STALE),
     (empty_slots_weighted, STALE),
     (ids_of_the_next_rank, EVERY),
+    (ids_mapped_twice, EVERY),
     # The others read the buffer that staging fills.
     (ids_of_the_wrong_width, ("sm90_push_bf16", "sm90_push_fp8", *MX)),
     (stale_tokens, EVERY),

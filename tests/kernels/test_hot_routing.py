@@ -29,7 +29,7 @@ def hot(kernel: str, tokens: int, *, experts: int = 8) -> Layer:
 
 @ALL
 @pytest.mark.parametrize("tokens", [CAPACITY - 1, CAPACITY, CAPACITY + 1])
-def test_one_rank_computes_for_all(kernel: str, tokens: int) -> None:
+def test_one_rank_computes_for_all(kernel: str, tokens: int) -> None:  # K45
     """The routing that fills a receiver to its last row; one token more comes in a second round."""
     layer = hot(kernel, tokens)
 

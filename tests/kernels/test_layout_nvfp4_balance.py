@@ -80,7 +80,7 @@ def e4m3_code(value: float) -> int:
 
 
 @pytest.mark.parametrize("apart", [0, 1, 3, -2, 6])
-def test_gate_and_up_scales_a_power_of_two_apart_are_shared(apart: int) -> None:
+def test_gate_and_up_scales_a_power_of_two_apart_are_shared(apart: int) -> None:  # K60
     generator = torch.Generator().manual_seed(1)
     payload = torch.randint(0, 256, (2, 8, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0x48, 0x60, (2, 8, 2), dtype=torch.uint8, generator=generator)
@@ -95,7 +95,7 @@ def test_gate_and_up_scales_a_power_of_two_apart_are_shared(apart: int) -> None:
         assert bool((largest > top / 2).all())
 
 
-def test_other_ratios_are_rounded_and_reported() -> None:
+def test_other_ratios_are_rounded_and_reported() -> None:  # K58, K60
     generator = torch.Generator().manual_seed(2)
     payload = torch.randint(0, 256, (1, 64, 64), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0x40, 0x7F, (1, 64, 8), dtype=torch.uint8, generator=generator)

@@ -282,7 +282,7 @@ def test_nvfp4_overflow_is_reported() -> None:
     ).worst == float("inf")
 
 
-def test_pull_fp8_merges_to_the_larger_scale_and_counts_what_it_rounds() -> None:
+def test_pull_fp8_merges_to_the_larger_scale_and_counts_what_it_rounds() -> None:  # K58
     experts = cases.block_fp8_experts()
     w13_scale, _ = cases.scales_of(experts)
     packed = layout.pack_pull_fp8(experts)
@@ -320,7 +320,7 @@ def test_any_ratio_of_scales_is_rounded_to_nearest() -> None:
     assert packed.exactness.worst <= 1.0
 
 
-def test_zero_scales_and_nan_elements_survive_a_merge() -> None:
+def test_zero_scales_and_nan_elements_survive_a_merge() -> None:  # K59
     experts = block_fp8(1, 128, 128)
     experts.w13.view(torch.uint8)[0, 0, 0] = 0x7F
     scale = torch.tensor([0.25, 1.0]).view(1, 2, 1)

@@ -18,7 +18,7 @@ GRANULARITIES = (1, PULL_ROWS, PUSH_BF16_ROWS, PUSH_FP8_ROWS)
 
 
 @pytest.mark.parametrize("rows", GRANULARITIES)
-def test_every_row_lands_where_the_kernel_reads_it(rows: int) -> None:
+def test_every_row_lands_where_the_kernel_reads_it(rows: int) -> None:  # K9
     groups = 3
     half = groups * rows
     x = torch.arange(2 * half).view(2 * half, 1)
@@ -32,7 +32,7 @@ def test_every_row_lands_where_the_kernel_reads_it(rows: int) -> None:
     assert got == expected
 
 
-def test_eight_rows_are_gate_then_up() -> None:
+def test_eight_rows_are_gate_then_up() -> None:  # K9
     """The literal order for intermediate_size 16: a wrong granularity passes most round trips."""
     x = torch.arange(32).view(32, 1)
     got = interleave_gate_up(x, 8)[:, 0].tolist()

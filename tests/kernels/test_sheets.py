@@ -413,6 +413,7 @@ REFUSALS |= {
             size("hidden_size", 4112, 32),
             size("intermediate_size", 2040, 32),
             weights(MXFP4, "mxfp8"),
+            weights(FP8_BLOCK128, "mxfp8"),  # K59: float32 scales where powers of two are read
         ),
     ),
     "sm120_mxfp4_cake": (
@@ -498,7 +499,7 @@ def test_the_plain_request_is_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "refusal"), CASES, ids=[f"{name}-{r.says[:50]}" for name, r in CASES]
 )
-def test_a_refusal_says_its_sentence(name: str, refusal: Refusal) -> None:
+def test_a_refusal_says_its_sentence(name: str, refusal: Refusal) -> None:  # K59
     fmt, world, _ = REFUSALS[name]
     changes = dict(refusal.request)
     if refusal.placement is not None:
@@ -540,6 +541,16 @@ def test_hosts_that_are_welcome(name: str) -> None:
     tp_size = 8 if home(name) is H200 else 1
     request = plain_request(fmt, world, host=Host(tp_size=tp_size, sequence_parallel=True))
     assert SHEETS[name].objections(request, home(name)) == ()
+
+
+def test_the_hidden_size_of_gpt_oss_is_for_few() -> None:  # K63
+    """2880 is a multiple of 64, and not of 128."""
+    able = {
+        name
+        for name, (fmt, world, _) in REFUSALS.items()
+        if not SHEETS[name].objections(plain_request(fmt, world, hidden_size=2880), home(name))
+    }
+    assert able == {"sm90_pull_fp8_tensor", "sm120_mxfp4_split", "sm120_mxfp8"}
 
 
 def test_many_ranks_on_one_gpu_are_for_nvshmem() -> None:

@@ -283,7 +283,7 @@ def test_a_protocol_error_is_kept_until_check_or_close() -> None:
 )  # fmt: skip
 def test_uneven_or_redundant_experts_inside_the_kernel_are_refused(
     kernel: str, slots: tuple[tuple[int, ...], ...]
-) -> None:
+) -> None:  # K33
     """``megamoe.prepare`` takes them all (test_adapters_paths); a kernel by itself takes none."""
     layer = dataclasses.replace(
         evenly(kernel), placement=Placement(num_experts=4, slots=slots), ids=((), ())

@@ -60,7 +60,7 @@ def buffers(
 def test_each_row_is_the_scalar_model(
     data: st.DataObject, n: int, k: int, more: int, most: int, rank: int, first: int, stale: bool,
     factor: float, id_dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> None:  # fmt: skip  # K53
     row = st.lists(st.integers(-2, 6), min_size=k, max_size=k)
     drawn = data.draw(st.lists(row, min_size=n, max_size=n))
     ids = torch.tensor(drawn, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
@@ -120,7 +120,7 @@ def test_a_row_of_nothing_but_empty_slots_does_not_show_its_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_outside_become_empty_and_raise_the_flag(dtype: torch.dtype) -> None:
+def test_ids_outside_become_empty_and_raise_the_flag(dtype: torch.dtype) -> None:  # K38
     for given_ids, cleaned, flag in (
         ([0, 3, -1], [0, 3, -1], False),
         ([0, 4, -1], [0, -1, -1], True),

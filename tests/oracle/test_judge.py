@@ -56,7 +56,7 @@ SEEDS = range(2)
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_honest_kernels_pass_both_verdicts(flavour: str, kind: str) -> None:
+def test_honest_kernels_pass_both_verdicts(flavour: str, kind: str) -> None:  # K14
     recipe, changes = FLAVOURS[flavour]
     for seed in SEEDS:
         inputs = CLASSES[kind](request(seed, **changes), recipe, seed, "cpu")

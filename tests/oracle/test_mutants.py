@@ -13,7 +13,7 @@ RELATIVE_GATE = 0.05  # FlashInfer, MXFP8 activations on MXFP4 weights
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_fails_and_is_named(mutant: Mutant) -> None:
+def test_fails_and_is_named(mutant: Mutant) -> None:  # K72
     report = verdict(mutant)
     assert not getattr(report, mutant.wrong), report
     if mutant.wrong == "recipe":
@@ -38,7 +38,7 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize(("name", "gates"), BELOW_THE_GATES, ids=lambda p: str(p))
-def test_the_fields_gates_would_have_passed(name: str, gates: str) -> None:
+def test_the_fields_gates_would_have_passed(name: str, gates: str) -> None:  # K72
     """Cosine similarity and a global relative error see nothing wrong in these."""
     (mutant,) = (m for m in MUTANTS if m.name == name)
     report = verdict(mutant)

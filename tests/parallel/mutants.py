@@ -89,6 +89,17 @@ def shared_expert_summed_over_ranks(patch: pytest.MonkeyPatch, group: Any) -> No
     patch.setattr(moe, "shared_term", lambda *given: _summed(inside(*given), group))
 
 
+def output_summed_over_ranks(patch: pytest.MonkeyPatch, group: Any) -> None:  # K29
+    """As in a host that takes what a rank returns for a partial sum."""
+    honest = PlainWorkspace.run
+
+    def run(self: PlainWorkspace, batch: Batch, out: Tensor) -> None:
+        honest(self, batch, out)
+        out.copy_(_summed(out, group))
+
+    patch.setattr(PlainWorkspace, "run", run)
+
+
 def stale_rows(patch: pytest.MonkeyPatch, group: Any) -> None:
     """A workspace that keeps its last row from the call before."""
     kept: list[Tensor] = []
@@ -112,6 +123,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
         empty_slot_wraps_to_the_last_expert,
         scaled_twice,
         shared_expert_summed_over_ranks,
+        output_summed_over_ranks,
         stale_rows,
     )
 }

@@ -25,7 +25,7 @@ def over_ranks(problem: Problem, recipe: Recipe) -> list[torch.Tensor]:
 
 @given(problem=problems(st.integers(1, 8)))
 @profile(max_examples=60)
-def test_bits_of_one_rank(problem: Problem) -> None:
+def test_bits_of_one_rank(problem: Problem) -> None:  # K27
     recipe = family_recipe(problem.case.weight_at)
     same_bits(over_ranks(problem, recipe), problem.expected(recipe))
 

@@ -64,7 +64,7 @@ def check_batches(case: Case, topk: TopK, recipe: Recipe, order: list[int], cut:
 
 
 @given(problems, recipes, st.data())
-def test_batch_split_and_composition(problem, recipe: Recipe, data) -> None:
+def test_batch_split_and_composition(problem, recipe: Recipe, data) -> None:  # K71
     case, topk = problem
     order = st.lists(st.integers(0, max(case.tokens - 1, 0)), max_size=8 if case.tokens else 0)
     chosen = data.draw(order)

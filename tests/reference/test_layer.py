@@ -18,9 +18,14 @@ from megamoe.formats import (
     FP8_1X128,
     FP8_BLOCK32,
     FP8_ROW,
+    FP8_TENSOR,
     MXFP8,
+    NVFP4,
     PLAIN_F32,
+    Format,
+    Quantised,
     dequantise,
+    encode,
     plain,
 )
 from megamoe.problem import (
@@ -110,6 +115,27 @@ def test_gate_and_up_are_not_swapped(recipe: Recipe) -> None:
     assert y[0, 0].item() == bf16(-2 * (bf16(silu(3.0)) if stepwise else silu(3.0)))
     assert y[0, 0].item() == pytest.approx(-5.715444, rel=2.0**-7)
     assert y[0, 1:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("fmt", [FP8_TENSOR, NVFP4], ids=str)
+def test_gate_and_up_have_a_scale_each(fmt: Format) -> None:
+    """K60: 1.462117; 0.731059 under gate's for both, 3.523188 under the larger."""
+    layer = probe([1.0], [1.0])
+    assert fmt.scale is not None
+    scales = torch.tensor([[1.0, 2.0]])
+    values = layer.experts.w13.data.to(torch.float64)
+    w13 = Quantised(
+        format=fmt,
+        data=encode(values, fmt.element),
+        scale=(scales[..., None] if fmt is FP8_TENSOR else torch.ones(1, 2 * SIZE, 1)).to(
+            fmt.scale.dtype
+        ),
+        global_scale=scales if fmt is NVFP4 else None,
+        row_groups=2,
+    )
+    experts = dataclasses.replace(layer.experts, w13=w13)
+    y = run(dataclasses.replace(layer, experts=experts), topk([[0]], [[1.0]]))
+    assert y[0, 0] == bf16(1.462117)
 
 
 @each_recipe

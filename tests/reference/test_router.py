@@ -231,14 +231,14 @@ def six(weights: Tensor) -> list[str]:
     return [f"{w:.6f}" for w in weights.flatten().tolist()]
 
 
-def test_k18_softmax_over_all_or_renormalised() -> None:
+def test_k18_softmax_over_all_or_renormalised() -> None:  # K18
     assert six(route(ROW, router(4, 2, renormalise=False)).weights) == ["0.643914", "0.236883"]
     assert six(route(ROW, router(4, 2)).weights) == ["0.731059", "0.268941"]
     of_top_k = router(4, 2, scoring="softmax_of_top_k")
     assert six(route(ROW, of_top_k).weights) == ["0.731059", "0.268941"]
 
 
-def test_k20_sigmoid_is_normalised() -> None:
+def test_k20_sigmoid_is_normalised() -> None:  # K20
     raw = router(4, 2, scoring="sigmoid", renormalise=False)
     assert six(route(ROW, raw).weights) == ["0.880797", "0.731059"]
     renormalised = route(ROW, router(4, 2, scoring="sigmoid")).weights
@@ -247,7 +247,9 @@ def test_k20_sigmoid_is_normalised() -> None:
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 2.5])
-def test_k17_scaling_does_not_hang_on_renormalisation(renormalise: bool, factor: float) -> None:
+def test_k17_scaling_does_not_hang_on_renormalisation(
+    renormalise: bool, factor: float
+) -> None:  # K17
     """The factor is never the router's: it multiplies once, in the layer, in all four cases."""
     r = router(4, 2, renormalise=renormalise)
     experts = ExpertWeights(w13=plain(torch.zeros(4, 2, 1)), w2=plain(torch.zeros(4, 1, 1)))
@@ -264,7 +266,7 @@ def test_k17_scaling_does_not_hang_on_renormalisation(renormalise: bool, factor:
 
 @pytest.mark.parametrize("experts", [8, 60, 64, 128, 160, 256, 288, 384])
 @pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus", "softmax"])
-def test_k19_bias_does_not_leak_into_weights(experts: int, scoring: str) -> None:
+def test_k19_bias_does_not_leak_into_weights(experts: int, scoring: str) -> None:  # K19
     generator = torch.Generator().manual_seed(experts)
     table = torch.randn(3, experts, generator=generator)
     bias = torch.zeros(experts)

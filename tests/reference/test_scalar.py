@@ -77,7 +77,7 @@ def differing(case: Case, recipe: Recipe) -> int:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("clamp", CLAMPS)
-def test_recipes_and_clamps(recipe: Recipe, clamp: str) -> None:
+def test_recipes_and_clamps(recipe: Recipe, clamp: str) -> None:  # K73
     activation, gain = CLAMPS[clamp]
     case = Case(activation=activation, gain=gain, hidden_size=72, experts=3, seed=7, empty=7)
     assert differing(case, recipe) == 0
