@@ -39,7 +39,7 @@ def compare(pool: Pool, problem: Problem, recipe: Recipe, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_bits_of_one_rank(pool: Pool, world_size: int) -> None:
+def test_bits_of_one_rank(pool: Pool, world_size: int) -> None:  # K27
     @given(problem=problems(st.just(world_size)), forced=st.sampled_from((None, "1")))
     @SHARED_POOL
     def check(problem: Problem, forced: str | None) -> None:
