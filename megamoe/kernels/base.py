@@ -362,6 +362,14 @@ def _placement(sheet: Datasheet, request: Request, machine: Machine) -> Iterable
 PEER_TRANSPORTS = ("NVSHMEM", "CUDA peer windows", "torch symmetric memory", "NCCL device API")
 
 
+def slots_beyond_experts(request: Request) -> tuple[str, ...]:
+    """Of kernels that want different experts in a token's slots."""
+    held = request.world_size * request.placement.slots_per_rank
+    if request.top_k > held:
+        return (f"takes at most as many slots as experts, {held}, not {request.top_k}",)
+    return ()
+
+
 def _geometry(sheet: Datasheet, request: Request, machine: Machine) -> Iterable[str]:
     for name, value, multiple, most in (
         ("hidden_size", request.hidden_size, sheet.hidden_multiple, sheet.hidden_max),

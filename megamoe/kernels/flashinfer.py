@@ -51,6 +51,16 @@ def build(module: Any, name: str, fields: Mapping[str, Any]) -> Any:
     return made(**fields)
 
 
+def function(module: str, name: str) -> Any:
+    """``flashinfer.<module>.<name>``, imported now; Unsupported where either is missing."""
+    found = getattr(load(module), name, None)
+    if found is None:
+        raise Unsupported(
+            f"the installed FlashInfer has no {name}; these adapters were written for {LEAST}"
+        )
+    return found
+
+
 # --- the ranks ----------------------------------------------------------------------------------
 
 
@@ -136,12 +146,7 @@ PULL = "moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel"
 
 def tactics(name: str, **geometry: Any) -> list[Tactic]:
     """The pull kernels' candidates for a geometry, the default first; starts no CUDA."""
-    offered = getattr(load(PULL), name, None)
-    if offered is None:
-        raise Unsupported(
-            f"the installed FlashInfer has no {name}; these adapters were written for {LEAST}"
-        )
-    return [dict(knobs) for knobs in offered(**geometry)]
+    return [dict(knobs) for knobs in function(PULL, name)(**geometry)]
 
 
 def prebuilt(thunk: Callable[[], None]) -> Callable[[], None]:
@@ -290,11 +295,7 @@ class Space:
         For the current stream. The first one compiles and allocates, which is collective; the
         output lies in the workspace's ``output_activation``.
         """
-        make = getattr(load(module), name, None)
-        if make is None:
-            raise Unsupported(
-                f"the installed FlashInfer has no {name}; these adapters were written for {LEAST}"
-            )
+        make = function(module, name)
         first, second = self.layer.transformed
         with self.first():
             made: Callable[[], None] = make(first, second, self.handle._backend_workspace)

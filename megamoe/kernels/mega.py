@@ -18,12 +18,12 @@ from torch import Tensor
 from megamoe.errors import MegaMoEError
 from megamoe.formats import E8M0, PLAIN_BF16
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Kernel, Tactic, Workspace
-from megamoe.kernels.packs import owned, write_over
-from megamoe.problem import ExpertWeights, MoEWeights
+from megamoe.kernels.base import Batch, Context, Datasheet, Tactic, Workspace
+from megamoe.kernels.packed import PackedKernel
+from megamoe.problem import Request
 
 
-class MegaKernel(Kernel):
+class MegaKernel(PackedKernel):
     """A layer of FlashInfer. config: the name of its configuration. tree: the kernels whose modules
     it shares a process with.
     """
@@ -33,29 +33,16 @@ class MegaKernel(Kernel):
 
     @classmethod
     @abc.abstractmethod
-    def pack(cls, experts: ExpertWeights, context: Context) -> Any:
-        """The experts in the kernel's own bytes; Unsupported where a value forbids it."""
-
-    @classmethod
-    @abc.abstractmethod
     def fields(cls, context: Context) -> dict[str, Any]:
         """The configuration's fields besides the sizes."""
 
     @classmethod
     def handed(cls, packed: Any, context: Context) -> Any:
-        """What FlashInfer's layer is given: the pack, in FlashInfer's own form."""
+        """What FlashInfer's layer is given: the pack's own tensors, in FlashInfer's form."""
         return packed.transformed()
 
-    @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> MegaKernel:
-        packed = cls.pack(weights.experts, context)
-        if context.exchange:
-            packed = owned(packed, weights.experts)
-        flashinfer.together(context)
-        return cls(packed, context)
-
     def __init__(self, packed: Any, context: Context) -> None:
-        self.packed, self.context = packed, context
+        super().__init__(packed, context)
         self.layer = self.opened(self.handed(packed, context))
 
     def opened(self, weights: Any, *, pack: Any = None) -> flashinfer.MegaLayer:
@@ -71,12 +58,6 @@ class MegaKernel(Kernel):
             top_k=request.top_k,
             **self.fields(self.context),
         )
-
-    def update(self, weights: MoEWeights) -> Callable[[], None]:
-        if self.layer.transformed is None:  # FlashInfer made the bytes, and keeps them to itself
-            return super().update(weights)
-        fresh = self.handed(self.pack(weights.experts, self.context), self.context)
-        return write_over(self.layer.transformed, fresh)
 
     def close(self) -> None:
         self.layer.close()
@@ -159,21 +140,55 @@ class CodedWorkspace(MegaWorkspace):
             )
 
 
+class PullKernel(MegaKernel):
+    """The pull kernels for Hopper. candidates, launch: FlashInfer's functions that name a kernel's
+    tactics, and that prebuild a launch of it.
+    """
+
+    tree = "SM90 pull"
+    candidates: ClassVar[str]
+    launch: ClassVar[str]
+
+    @classmethod
+    def fields(cls, context: Context) -> dict[str, Any]:
+        return {"gate_up_clamp": context.request.activation.limit}
+
+    @classmethod
+    def geometry(cls, request: Request) -> dict[str, Any]:
+        """What the tactics depend on besides the capacity."""
+        return {}
+
+    def tactics(self, capacity: int) -> list[Tactic]:
+        geometry = self.geometry(self.context.request)
+        return flashinfer.tactics(self.candidates, max_tokens=capacity, **geometry)
+
+    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
+        return PullWorkspace(self, capacity, tactic)
+
+
+def fp4_geometry(request: Request) -> dict[str, Any]:
+    """What the tactics of FP4 experts depend on besides the capacity."""
+    return {
+        "hidden": request.hidden_size,
+        "intermediate": request.intermediate_size,
+        "num_experts": request.num_experts,
+        "world_size": request.world_size,
+    }
+
+
 class PullWorkspace(MegaWorkspace):
     """Peers pull rows from buffers that staging fills in place; ids of the whole capacity are
     written, since every launch looks at all of it.
 
-    launch: the function of FlashInfer that prebuilds a launch. There is one for each stream, since
-    layers that share a workspace would otherwise build its arguments anew at every call.
+    A launch is prebuilt for each stream, since layers that share a workspace would otherwise build
+    its arguments anew at every call.
     """
 
-    def __init__(
-        self, kernel: MegaKernel, capacity: int, tactic: Tactic | None, *, launch: str
-    ) -> None:
+    def __init__(self, kernel: PullKernel, capacity: int, tactic: Tactic | None) -> None:
         # A whole dict of knobs: without one FlashInfer would look into a file of its own, keyed by
         # no version, in which another capacity's tactic may stand.
         super().__init__(kernel, capacity, tactic or kernel.tactics(capacity)[0])
-        self.launch = launch
+        self.launch = kernel.launch
         coded = kernel.rows != PLAIN_BF16
         self.held = Batch(
             x=self.space.buffer("x"),

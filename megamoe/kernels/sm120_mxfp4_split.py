@@ -14,7 +14,7 @@ import torch
 
 from megamoe.formats import BF16, MXFP4, MXFP8
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions, slots_beyond_experts
 from megamoe.kernels.layout import Sm120Weights, pack_sm120_split
 from megamoe.kernels.mega import CodedWorkspace, MegaKernel
 from megamoe.kernels.operands import SM120_MID, canonical
@@ -62,10 +62,7 @@ class Sm120Mxfp4Split(MegaKernel):
 
     @classmethod
     def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
-        held = request.world_size * request.placement.slots_per_rank
-        if request.top_k > held:
-            return (f"takes at most as many slots as experts, {held}, not {request.top_k}",)
-        return ()
+        return slots_beyond_experts(request)
 
     config = "Sm120_Mxfp4_Mxfp8_Bf16_Cutedsl_MegaMoeConfig"
     tree = "SM120 split"

@@ -8,8 +8,6 @@ topk_reduce.py for the sum).
 
 from __future__ import annotations
 
-from typing import Any
-
 from megamoe.formats import (
     BF16,
     FP8_BLOCK32_E8M0,
@@ -20,14 +18,14 @@ from megamoe.formats import (
     PLAIN_BF16,
 )
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Versions
 from megamoe.kernels.layout import PullBf16Weights, pack_pull_bf16
-from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.mega import PullKernel
 from megamoe.kernels.operands import exact_bf16
 from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90PullBf16(MegaKernel):
+class Sm90PullBf16(PullKernel):
     """BF16 throughout, float32 accumulation, the routing weight inside FC2's input."""
 
     sheet = Datasheet(
@@ -63,18 +61,9 @@ class Sm90PullBf16(MegaKernel):
     )
 
     config = "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig"
-    tree = "SM90 pull"
+    candidates = "hopper_bf16_candidates"
+    launch = "hopper_bf16_mega_launch_thunk"
 
     @classmethod
     def pack(cls, experts: ExpertWeights, context: Context) -> PullBf16Weights:
         return pack_pull_bf16(exact_bf16(experts))
-
-    @classmethod
-    def fields(cls, context: Context) -> dict[str, Any]:
-        return {"gate_up_clamp": context.request.activation.limit}
-
-    def tactics(self, capacity: int) -> list[Tactic]:
-        return flashinfer.tactics("hopper_bf16_candidates", max_tokens=capacity)
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch="hopper_bf16_mega_launch_thunk")

@@ -17,23 +17,23 @@ from megamoe.formats import (
     FP8_BLOCK128_E8M0,
 )
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Versions
 from megamoe.kernels.layout import (
     PullFp8Weights,
     pack_pull_fp8,
     unpack_pull_fp8,
 )
-from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.mega import PullKernel
 from megamoe.kernels.operands import (
     FP8_64X128,
     PULL_MID,
     block_fp8,
     canonical,
 )
-from megamoe.problem import ExpertWeights, Recipe
+from megamoe.problem import ExpertWeights, Recipe, Request
 
 
-class Sm90PullFp8(MegaKernel):
+class Sm90PullFp8(PullKernel):
     """128 columns a scale before FC1, 64 before FC2; routing weight in FC2's input."""
 
     sheet = Datasheet(
@@ -71,7 +71,8 @@ class Sm90PullFp8(MegaKernel):
         return block_fp8(unpack_pull_fp8(pack_pull_fp8(canonical(experts))), FP8_64X128)
 
     config = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
-    tree = "SM90 pull"
+    candidates = "hopper_fp8_candidates"
+    launch = "hopper_fp8_mega_launch_thunk"
     rows = sheet.recipe.act
 
     @classmethod
@@ -80,15 +81,8 @@ class Sm90PullFp8(MegaKernel):
 
     @classmethod
     def fields(cls, context: Context) -> dict[str, Any]:
-        return {
-            "gate_up_clamp": context.request.activation.limit,
-            "fp8_scale_mode": "blockwise",
-        }
+        return {**super().fields(context), **cls.geometry(context.request)}
 
-    def tactics(self, capacity: int) -> list[Tactic]:
-        return flashinfer.tactics(
-            "hopper_fp8_candidates", fp8_scale_mode="blockwise", max_tokens=capacity
-        )
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch="hopper_fp8_mega_launch_thunk")
+    @classmethod
+    def geometry(cls, request: Request) -> dict[str, Any]:
+        return {"fp8_scale_mode": "blockwise"}

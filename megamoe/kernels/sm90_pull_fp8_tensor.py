@@ -13,13 +13,13 @@ import torch
 
 from megamoe.formats import BF16, E4M3, FP8_TENSOR, FP32, Format, ScaleRule
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Versions
 from megamoe.kernels.layout import (
     PullFp8Weights,
     pack_pull_fp8_per_tensor,
     unpack_pull_fp8_per_tensor,
 )
-from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.mega import PullKernel
 from megamoe.kernels.operands import canonical, matrix_fp8
 from megamoe.problem import ExpertWeights, Machine, Recipe, Request
 
@@ -50,13 +50,12 @@ def activation_scales(request: Request) -> tuple[float, float]:
     return first, second
 
 
-class Sm90PullFp8Tensor(MegaKernel):
+class Sm90PullFp8Tensor(PullKernel):
     """One scale a matrix, and one static scale for the activations before each of FC1 and FC2.
 
-    The activation scales come from a calibration (``Context.options["activation_scales"]``), are
-    powers of nothing in particular, and must be the same on every rank: a rank dequantises its
-    peers' tokens with its own copy. Without them there is no recipe, so the kernel is prepared
-    directly and never chosen by preference.
+    The activation scales come from a calibration (``Request.activation_scales``), are powers of
+    nothing in particular, and must be the same on every rank: a rank dequantises its peers' tokens
+    with its own copy. Without them there is no recipe, so the kernel objects.
     """
 
     sheet = Datasheet(
@@ -97,7 +96,8 @@ class Sm90PullFp8Tensor(MegaKernel):
         return matrix_fp8((found.w13, found.w2), (found.w13_scale, found.w2_scale))
 
     config = "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig"
-    tree = "SM90 pull"
+    candidates = "hopper_fp8_candidates"
+    launch = "hopper_fp8_mega_launch_thunk"
 
     @classmethod
     def pack(cls, experts: ExpertWeights, context: Context) -> PullFp8Weights:
@@ -112,20 +112,16 @@ class Sm90PullFp8Tensor(MegaKernel):
     def fields(cls, context: Context) -> dict[str, Any]:
         fc1_scale, fc2_scale = activation_scales(context.request)
         return {
-            "gate_up_clamp": context.request.activation.limit,
-            "fp8_scale_mode": "per_tensor",
+            **super().fields(context),
+            **cls.geometry(context.request),
             "fc1_activation_dequant_scale": fc1_scale,
             "fc2_activation_dequant_scale": fc2_scale,
         }
 
+    @classmethod
+    def geometry(cls, request: Request) -> dict[str, Any]:
+        return {"fp8_scale_mode": "per_tensor"}
+
     def __init__(self, packed: PullFp8Weights, context: Context) -> None:
         self.rows = static(activation_scales(context.request)[0])
         super().__init__(packed, context)
-
-    def tactics(self, capacity: int) -> list[Tactic]:
-        return flashinfer.tactics(
-            "hopper_fp8_candidates", fp8_scale_mode="per_tensor", max_tokens=capacity
-        )
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch="hopper_fp8_mega_launch_thunk")

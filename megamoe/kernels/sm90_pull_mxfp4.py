@@ -13,14 +13,14 @@ import torch
 
 from megamoe.formats import BF16, FP8_ROW, MXFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Versions
 from megamoe.kernels.layout import PullMxfp4Weights, pack_pull_mxfp4, unpack_pull_mxfp4
-from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.mega import PullKernel, fp4_geometry
 from megamoe.kernels.operands import PULL_MID, canonical, fp4, neutral
-from megamoe.problem import ExpertWeights, Recipe
+from megamoe.problem import ExpertWeights, Recipe, Request
 
 
-class Sm90PullMxfp4(MegaKernel):
+class Sm90PullMxfp4(PullKernel):
     """One scale a token before FC1, one for 64 columns before FC2; weight in FC2's input."""
 
     sheet = Datasheet(
@@ -60,7 +60,8 @@ class Sm90PullMxfp4(MegaKernel):
         return fp4(unpack_pull_mxfp4(pack_pull_mxfp4(neutral(canonical(experts)))), MXFP4)
 
     config = "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig"
-    tree = "SM90 pull"
+    candidates = "hopper_mxfp4_candidates"
+    launch = "hopper_mxfp4_mega_launch_thunk"
     rows = sheet.recipe.act
 
     @classmethod
@@ -68,19 +69,5 @@ class Sm90PullMxfp4(MegaKernel):
         return pack_pull_mxfp4(neutral(canonical(experts)))
 
     @classmethod
-    def fields(cls, context: Context) -> dict[str, Any]:
-        return {"gate_up_clamp": context.request.activation.limit}
-
-    def tactics(self, capacity: int) -> list[Tactic]:
-        request = self.context.request
-        return flashinfer.tactics(
-            "hopper_mxfp4_candidates",
-            max_tokens=capacity,
-            hidden=request.hidden_size,
-            intermediate=request.intermediate_size,
-            num_experts=request.num_experts,
-            world_size=request.world_size,
-        )
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch="hopper_mxfp4_mega_launch_thunk")
+    def geometry(cls, request: Request) -> dict[str, Any]:
+        return fp4_geometry(request)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamoe.formats import BF16, FP8_ROW, NVFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Versions
 from megamoe.kernels.layout import (
     NVFP4_KPERM,
     PULL_TOP,
@@ -23,12 +23,12 @@ from megamoe.kernels.layout import (
     permute_columns,
     pull_nvfp4_operand,
 )
-from megamoe.kernels.mega import MegaKernel, PullWorkspace
+from megamoe.kernels.mega import PullKernel, fp4_geometry
 from megamoe.kernels.operands import PULL_MID, balanced, canonical, nvfp4_operands
-from megamoe.problem import ExpertWeights, Recipe
+from megamoe.problem import ExpertWeights, Recipe, Request
 
 
-class Sm90PullNvfp4(MegaKernel):
+class Sm90PullNvfp4(PullKernel):
     """One scale a token before FC1, one for 64 columns before FC2; weight in FC2's input."""
 
     sheet = Datasheet(
@@ -70,7 +70,8 @@ class Sm90PullNvfp4(MegaKernel):
         return nvfp4_operands(found, pull_nvfp4_operand, 8.0)
 
     config = "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig"
-    tree = "SM90 pull"
+    candidates = "hopper_nvfp4_candidates"
+    launch = "hopper_nvfp4_mega_launch_thunk"
     rows = sheet.recipe.act
 
     @classmethod
@@ -86,26 +87,15 @@ class Sm90PullNvfp4(MegaKernel):
 
     @classmethod
     def fields(cls, context: Context) -> dict[str, Any]:
-        return {"gate_up_clamp": context.request.activation.limit, "nvfp4_kperm": NVFP4_KPERM}
+        return {**super().fields(context), "nvfp4_kperm": NVFP4_KPERM}
+
+    @classmethod
+    def geometry(cls, request: Request) -> dict[str, Any]:
+        return {**fp4_geometry(request), "kperm": NVFP4_KPERM}
 
     def __init__(self, packed: PullNvfp4Weights, context: Context) -> None:
         self.order = column_order(packed.kperm, context.device)
         super().__init__(packed, context)
-
-    def tactics(self, capacity: int) -> list[Tactic]:
-        request = self.context.request
-        return flashinfer.tactics(
-            "hopper_nvfp4_candidates",
-            max_tokens=capacity,
-            hidden=request.hidden_size,
-            intermediate=request.intermediate_size,
-            num_experts=request.num_experts,
-            world_size=request.world_size,
-            kperm=NVFP4_KPERM,
-        )
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
-        return PullWorkspace(self, capacity, tactic, launch="hopper_nvfp4_mega_launch_thunk")
 
 
 def column_order(period: int, device: torch.device) -> Tensor:

@@ -7,23 +7,20 @@ get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding points).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megamoe.formats import BF16, FP8_1X128, MXFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Kernel, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Versions
 from megamoe.kernels.layout import (
     StandaloneWeights,
     pack_standalone_mxfp4,
     unpack_standalone_mxfp4,
 )
 from megamoe.kernels.operands import STANDALONE_MID, canonical, fp4, neutral
-from megamoe.kernels.packs import owned, write_over
-from megamoe.kernels.standalone import SharedWorkspace
-from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
+from megamoe.kernels.standalone import StandaloneKernel
+from megamoe.problem import ExpertWeights, Recipe
 
 
-class Sm90StandaloneMxfp4(Kernel):
+class Sm90StandaloneMxfp4(StandaloneKernel):
     """128 columns a scale before FC1 and FC2, powers of two before FC2; weight in FC2's input."""
 
     sheet = Datasheet(
@@ -57,35 +54,13 @@ class Sm90StandaloneMxfp4(Kernel):
     )
 
     @classmethod
-    def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
-        held = request.world_size * request.placement.slots_per_rank
-        if request.top_k > held:
-            return (f"takes at most as many slots as experts, {held}, not {request.top_k}",)
-        return ()
-
-    @classmethod
     def as_computed(cls, experts: ExpertWeights) -> ExpertWeights:
         packed = pack_standalone_mxfp4(neutral(canonical(experts)))
         return fp4(unpack_standalone_mxfp4(packed, hidden_size=experts.hidden_size), MXFP4)
 
+    entry = "mxfp4_mega_moe"
     rows = sheet.recipe.act
 
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneMxfp4:
-        packed = pack_standalone_mxfp4(neutral(canonical(weights.experts)))
-        if context.exchange:
-            packed = owned(packed, weights.experts)
-        flashinfer.together(context)
-        return cls(packed, context)
-
-    def __init__(self, packed: StandaloneWeights, context: Context) -> None:
-        self.packed, self.context = packed, context
-
-    def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
-        return SharedWorkspace(self, capacity, "mxfp4_mega_moe")
-
-    def update(self, weights: MoEWeights) -> Callable[[], None]:
-        return write_over(self.packed, pack_standalone_mxfp4(neutral(canonical(weights.experts))))
-
-    def close(self) -> None:
-        return None
+    def pack(cls, experts: ExpertWeights, context: Context) -> StandaloneWeights:
+        return pack_standalone_mxfp4(neutral(canonical(experts)))

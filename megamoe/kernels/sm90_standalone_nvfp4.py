@@ -7,13 +7,12 @@ detail/common.cuh get_e4m3_sf_and_sf_inv, detail/combine.inl for the rounding po
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from megamoe.errors import bad_input
 from megamoe.formats import BF16, FP8_1X128, NVFP4
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Context, Datasheet, Kernel, Tactic, Versions
+from megamoe.kernels.base import Context, Datasheet, Tactic, Versions
 from megamoe.kernels.layout import (
     STANDALONE_TOP,
     StandaloneWeights,
@@ -21,15 +20,15 @@ from megamoe.kernels.layout import (
     standalone_nvfp4_operand,
 )
 from megamoe.kernels.operands import STANDALONE_MID, balanced, canonical, nvfp4_operands
-from megamoe.kernels.packs import owned, write_over
-from megamoe.kernels.standalone import SharedWorkspace
+from megamoe.kernels.packed import PackedKernel
+from megamoe.kernels.standalone import SharedWorkspace, StandaloneKernel
 from megamoe.problem import ExpertWeights, Machine, MoEWeights, Recipe, Request
 
 FUSED_TOKENS: Final = 256
 """Up to here the fused kernel scales 128 columns of FC2's input at a time, above it 64."""
 
 
-class Sm90StandaloneNvfp4(Kernel):
+class Sm90StandaloneNvfp4(StandaloneKernel):
     """128 columns a scale before FC1 and FC2, powers of two before FC2; weight in FC2's input.
 
     Two kernels: one launch up to 256 tokens a rank, two above. ``Context.options["family"]``
@@ -70,10 +69,7 @@ class Sm90StandaloneNvfp4(Kernel):
 
     @classmethod
     def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
-        reasons = []
-        held = request.world_size * request.placement.slots_per_rank
-        if request.top_k > held:
-            reasons.append(f"takes at most as many slots as experts, {held}, not {request.top_k}")
+        reasons = [*super().own_objections(request, machine)]
         hidden, width = request.hidden_size, request.intermediate_size
         if hidden > 4096 and hidden % 512:
             reasons.append(f"hidden_size {hidden} is above 4096 and not a multiple of 512")
@@ -86,31 +82,29 @@ class Sm90StandaloneNvfp4(Kernel):
         found = balanced(canonical(experts), STANDALONE_TOP)
         return nvfp4_operands(found, standalone_nvfp4_operand, 1.0)
 
+    entry = "nvfp4_mega_moe"
     rows = sheet.recipe.act
 
     @classmethod
-    def prepare(cls, weights: MoEWeights, context: Context) -> Sm90StandaloneNvfp4:
-        family = family_of(context)
-        packed, _, _ = pack_standalone_nvfp4(canonical(weights.experts))
-        if context.exchange:
-            packed = owned(packed, weights.experts)
-        flashinfer.together(context)
-        return cls(packed, context, family)
+    def pack(cls, experts: ExpertWeights, context: Context) -> StandaloneWeights:
+        return pack_standalone_nvfp4(canonical(experts))[0]
 
-    def __init__(self, packed: StandaloneWeights, context: Context, family: str) -> None:
-        self.packed, self.context, self.family = packed, context, family
+    @classmethod
+    def prepare(cls, weights: MoEWeights, context: Context) -> PackedKernel:
+        family_of(context)  # refused before anything is packed
+        return super().prepare(weights, context)
+
+    @property
+    def family(self) -> str:
+        return family_of(self.context)
+
+    def launch_options(self) -> dict[str, Any]:
+        return {"kernel_family": self.family, "family_threshold": FUSED_TOKENS}
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
-        options: dict[str, Any] = {"kernel_family": self.family, "family_threshold": FUSED_TOKENS}
-        space = SharedWorkspace(self, capacity, "nvfp4_mega_moe", **options)
-        space.buffer.buffer.prewarm(**options)
+        space = super().open(capacity, tactic)
+        space.buffer.buffer.prewarm(**space.options)
         return space
-
-    def update(self, weights: MoEWeights) -> Callable[[], None]:
-        return write_over(self.packed, pack_standalone_nvfp4(canonical(weights.experts))[0])
-
-    def close(self) -> None:
-        return None
 
 
 def family_of(context: Context) -> str:

@@ -1,34 +1,49 @@
-"""What the kernels of ``flashinfer.megamoe`` share: a workspace over one symmetric buffer."""
+"""What the kernels of ``flashinfer.megamoe`` share: workspaces over one symmetric buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Workspace
+from megamoe.kernels.base import Batch, Tactic, Workspace, slots_beyond_experts
 from megamoe.kernels.layout import StandaloneWeights
+from megamoe.kernels.packed import PackedKernel
+from megamoe.problem import Machine, Request
 
 
-class Standalone(Protocol):
-    sheet: ClassVar[Datasheet]
+class StandaloneKernel(PackedKernel):
+    """entry: the function of FlashInfer that launches it."""
+
     packed: StandaloneWeights
-    context: Context
+    entry: ClassVar[str]
+
+    @classmethod
+    def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
+        return slots_beyond_experts(request)
+
+    def launch_options(self) -> dict[str, Any]:
+        """What a launch is told besides the buffers."""
+        return {}
+
+    def open(self, capacity: int, tactic: Tactic | None = None) -> SharedWorkspace:
+        return SharedWorkspace(self, capacity)
+
+    def close(self) -> None:
+        return None
 
 
 class SharedWorkspace(Workspace):
-    """Rows are staged in the symmetric buffer, as many on every rank.
+    """Rows are staged in the symmetric buffer, as many on every rank."""
 
-    entry: the function of FlashInfer that launches, and options for it.
-    """
-
-    def __init__(self, kernel: Standalone, capacity: int, entry: str, **options: Any) -> None:
+    def __init__(self, kernel: StandaloneKernel, capacity: int) -> None:
         self.capacity, self.sheet = capacity, kernel.sheet
         self.device: torch.device = kernel.context.device
-        self.packed, self.entry, self.options = kernel.packed, entry, options
+        self.packed, self.entry = kernel.packed, kernel.entry
+        self.options = kernel.launch_options()
         self.buffer = flashinfer.SharedBuffer.of(kernel.context, capacity)
 
     def inputs(self, x: Tensor, top_k: int, tokens: int) -> Batch:
