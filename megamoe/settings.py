@@ -9,10 +9,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+Said = TypeVar("Said")
 
 ForceReference = Literal["off", "family", "emulate"]
 Tuning = Literal["on", "workspaces", "cached", "off"]
+"""As `dispatch.tuning` has it, which reads no settings."""
 
 _FORCE_REFERENCE: Mapping[str, ForceReference] = {
     "": "off",
@@ -65,22 +68,25 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     value, what is accepted and the remedy.
     """
     return Settings(
-        force_reference=_force_reference(environ.get("MEGAMOE_FORCE_REFERENCE", "")),
+        force_reference=_one_of(
+            environ, "MEGAMOE_FORCE_REFERENCE", _FORCE_REFERENCE, "set it to 1 to run the reference"
+        ),
         parity_every=_parity_every(environ.get("MEGAMOE_PARITY", "")),
         dump_dir=Path(dump) if (dump := environ.get("MEGAMOE_DUMP")) else None,
         kernel=environ.get("MEGAMOE_KERNEL") or None,
-        tuning=_tuning(environ.get("MEGAMOE_TUNING", "")),
+        tuning=_one_of(
+            environ, "MEGAMOE_TUNING", _TUNING, "set it to cached to measure nothing at start-up"
+        ),
         cache_dir=_cache_dir(environ),
     )
 
 
-def _force_reference(value: str) -> ForceReference:
-    if value not in _FORCE_REFERENCE:
-        raise ValueError(
-            f"MEGAMOE_FORCE_REFERENCE={value!r} is not one of 0, 1, emulate; "
-            "set it to 1 to run the reference, or unset it"
-        )
-    return _FORCE_REFERENCE[value]
+def _one_of(environ: Mapping[str, str], name: str, known: Mapping[str, Said], remedy: str) -> Said:
+    value = environ.get(name, "")
+    if value not in known:
+        accepted = ", ".join(word for word in known if word)
+        raise ValueError(f"{name}={value!r} is not one of {accepted}; {remedy}, or unset it")
+    return known[value]
 
 
 def _parity_every(value: str) -> int:
@@ -91,15 +97,6 @@ def _parity_every(value: str) -> int:
             "set it to N to judge every Nth call, or unset it"
         )
     return int(value or "0")
-
-
-def _tuning(value: str) -> Tuning:
-    if value not in _TUNING:
-        raise ValueError(
-            f"MEGAMOE_TUNING={value!r} is not one of on, workspaces, cached, off; "
-            "set it to cached to measure nothing at start-up, or unset it"
-        )
-    return _TUNING[value]
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path | None:
