@@ -27,7 +27,7 @@ from megamoe.kernels.base import Kernel
 from megamoe.problem import Machine, Request
 from megamoe.reference.canary import digest
 from megamoe.reference.router import logits as exact_logits
-from megamoe.suite import bench, results, run, soak
+from megamoe.suite import bench, results, run, soak, timing
 from megamoe.suite.cases import CASES, Shape, case
 
 say = Console(highlight=False, soft_wrap=True, markup=False).print
@@ -92,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         flag = f"--{name.replace('_size', '').replace('num_', '').replace('_', '-')}"
         default = getattr(bench.SHAPE, name)
         timed.add_argument(flag, dest=name, type=int, default=default, metavar="N")
+    timed.add_argument(
+        "--routing", choices=timing.ROUTINGS, default="balanced",
+        help="balanced: all experts equally often; random: few tokens hit fewer of them",
+    )  # fmt: skip
     timed.add_argument("--capacity", default="each", help="of the workspace; each: the token count")
     timed.add_argument(
         "--workspaces", type=int, nargs="+", default=(), metavar="N",
@@ -259,6 +263,7 @@ def _bench(args: argparse.Namespace) -> int:
             num_experts=args.num_experts,
             top_k=args.top_k,
         ),
+        routing=args.routing,
         capacity=None if args.capacity == "each" else _count("--capacity", args.capacity),
         workspaces=tuple(args.workspaces),
         tune=args.tune,

@@ -22,6 +22,7 @@ from megamoe.problem import Machine, Placement
 from megamoe.suite import cases, run, timing
 from megamoe.suite.cases import Shape
 from megamoe.suite.pool import Outcome, Pool
+from megamoe.suite.timing import Routing
 
 DEFAULT_KERNELS = ("sm90_pull_bf16", "sm90_pull_fp8", "sm90_pull_mxfp4")
 SHAPE = Shape(hidden_size=4096, intermediate_size=2048, num_experts=64, top_k=6)
@@ -61,12 +62,14 @@ def rates_of(machine: Machine) -> Rates | None:
 class Plan:
     """What is measured. capacity: None is each token count's own. workspaces: capacities that every
     layer opens, besides one for a token count that is above them. tune: the kernels' tactics too.
+    routing: how tokens choose experts.
     """
 
     kernels: tuple[type[Kernel], ...]
     world_size: int = 1
     tokens: tuple[int, ...] = TOKENS
     shape: Shape = SHAPE
+    routing: Routing = "balanced"
     capacity: int | None = None
     workspaces: tuple[int, ...] = ()
     tune: bool = False
@@ -135,6 +138,7 @@ def bench(
                     shape=shape,
                     tokens=tokens,
                     seconds=plan.seconds,
+                    routing=plan.routing,
                     workspaces=plan.workspaces,
                     tuning=plan.tuning,
                 )
@@ -158,6 +162,7 @@ def _document(plan: Plan, machine: Machine) -> dict[str, Any]:
             n: getattr(machine, n) for n in ("torch", "cuda", "driver", "flashinfer", "nvshmem")
         },
         "world_size": plan.world_size,
+        "routing": plan.routing,
         "ranks_per_gpu": machine.ranks_per_gpu,
         "seconds_per_configuration": plan.seconds,
         "rates": None if rates is None else asdict(rates),

@@ -37,6 +37,8 @@ def bench(record: Record) -> list[str]:
     opened = timed[0].get("workspaces", {}).get("choice", {}).get("capacities")
     title = f"`{kernel}` on " + ("one rank" if ranks == 1 else f"{ranks} ranks, a GPU each")
     title += ", the workspace measured" if opened else ""
+    routing = record.get("routing", "balanced")
+    title += "" if routing == "balanced" else f", {routing} routing"
     sizes = ", ".join(
         f"{name} {shape[key]}"
         for name, key in (
@@ -64,6 +66,7 @@ def bench(record: Record) -> list[str]:
         row += [f"{host['forward']:.0f}", f"{host['by hand']:.0f}" if "by hand" in host else "-"]
         rows.append([*row, f"{floor['ms']:.3f}", f"{floor['forward_over_floor']:.2f}"])
     command = f"megamoe bench --kernel {kernel} --world-size {ranks}"
+    command += "" if routing == "balanced" else f" --routing {routing}"
     command += " --workspaces " + " ".join(map(str, opened)) if opened else ""
     lines = [f"## {title}", "", f"{sizes}; {_of(record)}. `{command}`", "", *table(head, rows)]
     left = {note for entry in timed for note in entry["notes"]}

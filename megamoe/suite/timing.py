@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,11 @@ BY_HAND = (
     "sm90_push_fp8",
 )  # fmt: skip
 """Kernels whose FlashInfer layer takes BF16 rows and the weights of ours."""
+
+Routing = Literal["balanced", "random"]
+"""balanced: every expert is asked equally often, which reads most weights; random: as it comes."""
+
+ROUTINGS = get_args(Routing)
 
 Call = Callable[[], Any]
 LayerCall = Callable[[Tensor, TopK], Tensor]
@@ -181,6 +186,12 @@ def balanced(tokens: int, top_k: int, experts: int, seed: int) -> Tensor:
     return torch.cat(turns)[:tokens]
 
 
+def scattered(tokens: int, top_k: int, experts: int, seed: int) -> Tensor:
+    """Random ids int64 [tokens, top_k], on the CPU: any ``top_k`` experts equally likely."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=draw).topk(top_k, dim=1).indices
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """A rank's batch, and what the step asks of this rank's experts. hit: experts that any rank's
@@ -193,9 +204,17 @@ class Tokens:
     judged: Tensor | None = None
 
 
-def make_tokens(shape: Shape, tokens: int, rank: int, world: int, device: torch.device) -> Tokens:
-    """The batch that is timed: BF16 normal rows, balanced random routing over all ranks' tokens."""
-    every = balanced(world * tokens, shape.top_k, shape.num_experts, seed=7)
+def make_tokens(
+    shape: Shape,
+    tokens: int,
+    rank: int,
+    world: int,
+    device: torch.device,
+    routing: Routing = "balanced",
+) -> Tokens:
+    """The batch that is timed: BF16 normal rows, the routing drawn over all ranks' tokens."""
+    draw_ids = balanced if routing == "balanced" else scattered
+    every = draw_ids(world * tokens, shape.top_k, shape.num_experts, seed=7)
     mine = list(Placement.contiguous(shape.num_experts, world).slots[rank])
     asked = torch.bincount(every.flatten(), minlength=shape.num_experts)[mine]
     draw = torch.Generator(device).manual_seed(100 + rank)
@@ -383,6 +402,7 @@ def measure(
     shape: Shape,
     tokens: int,
     seconds: float,
+    routing: Routing = "balanced",
     workspaces: Sequence[int] = (),
     tuning: Mode | None = None,
 ) -> dict[str, Any]:
@@ -395,7 +415,7 @@ def measure(
     begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
         phase("weights")
-        batch = make_tokens(shape, tokens, rank, world_size, state.device)
+        batch = make_tokens(shape, tokens, rank, world_size, state.device, routing)
         mixed = with_judged(batch, shape, rank)
         assert mixed.judged is not None
         count = len(mixed.judged)

@@ -152,6 +152,20 @@ def test_routing_is_balanced_and_repeats_no_expert_in_a_row(top_k: int, experts:
         assert int(counts.max() - counts.min()) <= 1
 
 
+def test_random_routing_repeats_no_expert_in_a_row_and_hits_fewer_experts() -> None:
+    ids = timing.scattered(8, 6, 64, seed=1)
+    assert all(len(set(row)) == 6 for row in ids.tolist())
+    assert 20 < len(ids.unique()) < len(timing.balanced(8, 6, 64, seed=1).unique()) == 48
+    many = torch.bincount(timing.scattered(4096, 6, 64, seed=1).flatten(), minlength=64)
+    assert int(many.min()) > 256  # each is likely: 384 on average
+    shape = dataclasses.replace(TINY, num_experts=64, top_k=6)
+    hit = {
+        routing: timing.make_tokens(shape, 8, 0, 1, torch.device("cpu"), routing).hit
+        for routing in timing.ROUTINGS
+    }
+    assert 20 < hit["random"] < hit["balanced"] == 48
+
+
 def test_the_step_s_work_adds_up_over_ranks() -> None:
     shape = dataclasses.replace(TINY, num_experts=8, top_k=3)
     parts = [timing.make_tokens(shape, 5, rank, 4, torch.device("cpu")) for rank in range(4)]
@@ -490,10 +504,12 @@ def test_the_command_with_workspaces(
     arguments = "--hidden 64 --intermediate 32 --experts 8 --top-k 2 --tokens 3 --workspaces 4 6"
     code = main(
         ["bench", "--kernel", "reference", *arguments.split(), "--seconds-per-config", "0",
-         "--timeout", "200", "--world-size", "2", "--json", str(file)]
+         "--timeout", "200", "--world-size", "2", "--json", str(file), "--routing", "random"]
     )  # fmt: skip
     assert code == 0
-    (entry,) = json.loads(file.read_text())["configurations"]
+    document = json.loads(file.read_text())
+    assert document["routing"] == "random"
+    (entry,) = document["configurations"]
     assert entry["workspaces"]["capacity"]["smallest"] == 4
     assert entry["ratios"]["smallest / forward"] > 0
     assert "milliseconds a layer, by workspace" in capsys.readouterr().out
