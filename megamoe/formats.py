@@ -627,8 +627,12 @@ def effective_scale(q: Quantised, *, rounded: bool = False) -> Tensor:
     return _effective(scale, per_tile, q.format, rounded=rounded)
 
 
-def _spread(scale: Tensor, q: Quantised, rows: slice) -> Tensor:
-    """[..., row tiles, column tiles] to [..., rows, column tiles], for the chosen rows."""
+def row_scale(q: Quantised, *, rows: slice = slice(None), rounded: bool = False) -> Tensor:
+    """What each row's tiles are multiplied by, float64 [..., rows, column tiles], exact.
+
+    rows: only these of the second-last dimension. rounded: as in ``effective_scale``.
+    """
+    scale = effective_scale(q, rounded=rounded)
     count = q.shape[-2] // q.row_groups
     height = q.format.block[0] or max(count, 1)
     row = torch.arange(count, device=scale.device) // height
@@ -643,7 +647,7 @@ def dequantise(q: Quantised, *, to: Element | None = None, rows: slice = slice(N
     """
     values = decode(q.data[..., rows, :], q.format.element)
     if q.scale is not None:
-        scale = _spread(effective_scale(q), q, rows)
+        scale = row_scale(q, rows=rows)
         width = q.format.block[1] or max(q.shape[-1], 1)
         if q.shape[-1] % width == 0:
             values = (values.unflatten(-1, (-1, width)) * scale[..., None]).flatten(-2)
@@ -661,7 +665,7 @@ def bit_range(q: Quantised, *, rows: slice = slice(None)) -> tuple[Tensor, Tenso
     if q.scale is None or not q.scale.numel():
         return None
     element = q.format.element
-    scale = _spread(effective_scale(q), q, rows)
+    scale = row_scale(q, rows=rows)
     low = torch.where(scale == 0, 1 << 20, last_bit_of(scale)).amin(-1)
     greatest = math.frexp(max(element.max, -element.min))[1]
     return (
@@ -683,7 +687,7 @@ def error_bound(values: Tensor, q: Quantised) -> Tensor:
         return _rounding_bound(exact, element)
     width = q.format.block[1] or max(q.shape[-1], 1)
     scale, divisor = (
-        _spread(effective_scale(q, rounded=rounded), q, slice(None))
+        row_scale(q, rounded=rounded)
         .repeat_interleave(width, dim=-1)[..., : q.shape[-1]]
         for rounded in (False, True)
     )  # fmt: skip

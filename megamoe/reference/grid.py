@@ -32,11 +32,11 @@ from megamoe.formats import (
     Format,
     Quantised,
     dequantise,
-    effective_scale,
     encode,
     exponent_of,
     power_of_two,
     quantise,
+    row_scale,
 )
 from megamoe.problem import BF16_COMBINE, ExpertWeights, Recipe, Request, TopK
 from megamoe.reference import synthetic as made
@@ -269,5 +269,4 @@ def _spread(coded: Quantised) -> Tensor:
     """Each element's scale, float64 of coded.shape."""
     width = coded.format.block[1] or max(1, coded.shape[-1])
     column = torch.arange(coded.shape[-1], device=coded.device) // width
-    scale = effective_scale(coded)
-    return scale.expand(*coded.shape[:-1], scale.shape[-1]).index_select(-1, column)
+    return row_scale(coded).index_select(-1, column)

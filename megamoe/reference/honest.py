@@ -25,12 +25,12 @@ from megamoe.formats import (
     F64,
     Format,
     decode,
-    effective_scale,
     exponent_of,
     power_of_two,
     quantise,
     rn32,
     rnbf16,
+    row_scale,
 )
 from megamoe.problem import BF16_COMBINE, Recipe
 from megamoe.reference.case import Inputs, output
@@ -72,7 +72,7 @@ class Honest(Emulated):
         if self.fp8_promote is None or fmt.scale is None:
             return Emulated.enter(self, values, fmt)
         coded = quantise(values, fmt)
-        return torch.cat([decode(coded.data, fmt.element), effective_scale(coded)], dim=1)
+        return torch.cat([decode(coded.data, fmt.element), row_scale(coded)], dim=1)
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         scratch = CPU_SCRATCH if a.device.type == "cpu" else CUDA_SCRATCH

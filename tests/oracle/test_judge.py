@@ -10,7 +10,8 @@ from emulations import EveryProduct, eager_bf16, plain_torch
 from mutants import FP8_PULL, bench, layered, routed, run
 
 from megamoe.errors import BadInput, Mismatch
-from megamoe.formats import FP8_BLOCK128, MXFP4, NVFP4
+from megamoe.formats import FP8_BLOCK128, FP8_TENSOR, MXFP4, NVFP4
+from megamoe.kernels.sm90_pull_fp8_tensor import recipe_of
 from megamoe.oracle import CLASSES, Honest, Inputs, judge, normal_tokens, yardstick
 from megamoe.problem import (
     BF16_COMBINE,
@@ -47,6 +48,14 @@ FLAVOURS: dict[str, tuple[Recipe, dict[str, object]]] = {
     "bf16": (BF16_COMBINE, {"shared": True}),
     "bf16, fc2_input": (BF16_FC2_INPUT, {"weight_at": "fc2_input"}),
     "fp8": (FP8_PULL, {"weight_at": "fc2_input", "weights": FP8_BLOCK128}),
+    "fp8, static": (
+        recipe_of(2.0**-6, 2.0**-8),
+        {
+            "weight_at": "fc2_input",
+            "weights": FP8_TENSOR,
+            "activation_scales": (2.0**-6, 2.0**-8),
+        },
+    ),
     "hf": (HF_EAGER, {}),
 }
 # Seeds of honest runs: a few of each flavour and class. Together with the rigs of the mutants they
