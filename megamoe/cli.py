@@ -193,40 +193,45 @@ def _check(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = run.machine_for(args.world_size, device)
     kernels = _kernels(args.kernel or [k.sheet.name for k in KERNELS])
-    judged = failed = 0
+    verdicts: list[bool] = []
     for kernel in kernels:
         shape = run.shape_of(kernel)
         why = run.refused(kernel, CASES[0], shape, args.world_size, machine)
         if why:
             say(f"{kernel.sheet.name}: not run: {why}")
-            continue
-        if args.soak is not None:
-            judged += 1
-            failed += not _soak(args, kernel, shape, machine)
-            continue
-        with run.pool(args.world_size) as pool:
-            picked = (
-                [case(name) for name in args.case]
-                if args.case
-                else [c for c in CASES if c.core or not args.core]
-            )
-            for number, what in enumerate(picked):
-                entry = run.judge(pool, kernel, what, shape, machine, first=number == 0)
-                judged += 1
-                good = results.passed(entry)
-                failed += not good
-                say(f"{kernel.sheet.name}, {what.name}: {'passed' if good else 'FAILED'}")
-                if not good:
-                    say("   " + str(entry.get("message") or entry).replace("\n", "\n   "))
-                if args.results is not None:
-                    results.store(
-                        args.results, kernel.sheet.name, args.world_size, what.name, entry
-                    )
+        elif args.soak is not None:
+            verdicts.append(_soak(args, kernel, shape, machine))
+        else:
+            verdicts += _cases(args, kernel, shape, machine)
     kind = "cases" if args.soak is None else "walks"
-    say(f"{judged} {kind} judged on {machine.name}, {failed} failed")
-    if not judged:
+    say(f"{len(verdicts)} {kind} judged on {machine.name}, {verdicts.count(False)} failed")
+    if not verdicts:
         raise MegaMoEError("no kernel could be run here: nothing was judged")
-    return 1 if failed else 0
+    return 0 if all(verdicts) else 1
+
+
+def _cases(
+    args: argparse.Namespace, kernel: type[Kernel], shape: Shape, machine: Machine
+) -> list[bool]:
+    """Whether each case passed that the kernel can run; all on one pool of ranks."""
+    verdicts: list[bool] = []
+    wanted = [case(name) for name in args.case or ()]
+    with run.pool(args.world_size) as pool:
+        for what in wanted or [c for c in CASES if c.core or not args.core]:
+            head = f"{kernel.sheet.name}, {what.name}"
+            why = run.refused(kernel, what, shape, args.world_size, machine)
+            if why:
+                say(f"{head}: not run: {why}")
+                continue
+            entry = run.judge(pool, kernel, what, shape, machine, first=not verdicts)
+            good = results.passed(entry)
+            verdicts.append(good)
+            say(f"{head}: {'passed' if good else 'FAILED'}")
+            if not good:
+                say("   " + str(entry.get("message") or entry).replace("\n", "\n   "))
+            if args.results is not None:
+                results.store(args.results, kernel.sheet.name, args.world_size, what.name, entry)
+    return verdicts
 
 
 def _soak(args: argparse.Namespace, kernel: type[Kernel], shape: Shape, machine: Machine) -> bool:

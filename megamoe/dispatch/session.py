@@ -115,7 +115,9 @@ class PreparedWeights:
             order=kernel.order,
         )
         self._exchange = context.exchange
-        self._rig = Rig(kernel, self._staging, request, weights.device, start.samples)
+        self._rig = Rig(
+            kernel, self._staging, request, weights.device, self.capturable, start.samples
+        )
         self._tuner = tuner_of(start, decision, seen, self._ranks, weights.device)
         self._spaces: list[Workspace] = []
         try:
@@ -135,6 +137,15 @@ class PreparedWeights:
         self._ranks.gather("ready", "")
 
     # --- the call ---------------------------------------------------------------------------------
+
+    @property
+    def capturable(self) -> bool:
+        """Whether calls may be captured in a CUDA graph, once the layer is warm."""
+        return (
+            self.device.type == "cuda"
+            and self._watch is None
+            and self.decision.kernel.capturable(self.request, self.decision.machine)
+        )
 
     def forward(
         self,
@@ -161,10 +172,10 @@ class PreparedWeights:
 
     def run(self, x: Tensor, topk: TopK, max_tokens: int | None, out: Tensor | None) -> Tensor:
         """What ``forward`` does, outside of what a compiler traces."""
-        kernel = self._open()
+        self._open()
         with current(self.device), self._ranks.step("forward") as call:
             check_call(x, topk, out, self.request, self.device)
-            self._check_capture(kernel)
+            self._check_capture()
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)
             number, step, tokens = self._rounds(x.shape[0], max_tokens)
             check_ids(topk.ids, self.request.num_experts)
@@ -198,7 +209,7 @@ class PreparedWeights:
         except BadInput as error:
             raise BadInput(f"samples: {error}") from None
 
-    def _check_capture(self, kernel: Kernel) -> None:
+    def _check_capture(self) -> None:
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return
         if self._watch is not None:
@@ -206,7 +217,7 @@ class PreparedWeights:
                 "layer", "", "has its calls judged on the host (MEGAMOE_PARITY), which a CUDA "
                 "graph cannot hold", "unset it and prepare again, or run outside of graph capture",
             )  # fmt: skip
-        if not kernel.capturable:
+        if not self.capturable:
             raise bad_input(
                 "kernel", self.decision.name, "reads from the device, which a CUDA graph cannot "
                 "hold", "run it outside of graph capture",

@@ -97,10 +97,11 @@ class Rig:
         staging: Staging,
         request: Request,
         device: torch.device,
+        capturable: bool,
         samples: tuple[Tensor, TopK] | None = None,
     ) -> None:
         self.kernel, self.staging, self.request, self.device = kernel, staging, request, device
-        self.samples = samples
+        self.capturable, self.samples = capturable, samples
         self.space: Workspace | None = None
         self.wanted: dict[int, Tensor] = {}
 
@@ -192,7 +193,7 @@ class Rig:
 
         replay = launches
         torch.cuda.synchronize(self.device)
-        if self.kernel.capturable:
+        if self.capturable:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 launches()

@@ -156,6 +156,11 @@ class Kernel(abc.ABC):
         return cls.sheet.recipe
 
     @classmethod
+    def capturable(cls, request: Request, machine: Machine) -> bool:
+        """Whether a launch may be captured in a CUDA graph: it reads nothing back."""
+        return machine.capability is not None
+
+    @classmethod
     def must_agree(cls, weights: MoEWeights, context: Context) -> Mapping[str, str]:
         """What has to be equal on all ranks before ``prepare`` may be called: scales, say."""
         return {}
@@ -203,11 +208,6 @@ class Kernel(abc.ABC):
             f"{self.sheet.name} cannot exchange its experts in place; close the layer and prepare "
             "it again"
         )
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a launch may be captured in a CUDA graph: it reads nothing back."""
-        return True
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -11,7 +11,7 @@ from megamoe.formats import CATALOGUE
 from megamoe.kernels.base import Batch, Context, Datasheet, Tactic, check_ranks
 from megamoe.kernels.packs import owned
 from megamoe.kernels.plain import PlainKernel, PlainWorkspace
-from megamoe.problem import BF16_COMBINE, MoEWeights, Recipe, Request, family_recipe
+from megamoe.problem import BF16_COMBINE, Machine, MoEWeights, Recipe, Request, family_recipe
 from megamoe.reference import parallel
 from megamoe.reference.moe import Emulated
 
@@ -44,6 +44,10 @@ class Reference(PlainKernel):
     )
 
     @classmethod
+    def capturable(cls, request: Request, machine: Machine) -> bool:
+        return False  # it looks at every value
+
+    @classmethod
     def recipe(cls, request: Request) -> Recipe:
         return family_recipe(request.weight_at)
 
@@ -73,10 +77,6 @@ class Reference(PlainKernel):
             self.weights = fresh
 
         return write
-
-    @property
-    def capturable(self) -> bool:
-        return False  # it looks at every value
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> ReferenceWorkspace:
         return ReferenceWorkspace(self, capacity)

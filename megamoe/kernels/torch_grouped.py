@@ -90,6 +90,11 @@ class TorchGrouped(PlainKernel):
         return ()
 
     @classmethod
+    def capturable(cls, request: Request, machine: Machine) -> bool:
+        capability = machine.capability
+        return request.world_size == 1 and capability is not None and capability[0] in (9, 10)
+
+    @classmethod
     def recipe(cls, request: Request) -> Recipe:
         if request.weight_at != "input":
             return cls.sheet.recipe
@@ -142,11 +147,6 @@ class TorchGrouped(PlainKernel):
         w13 = with_bias(experts.w13, weights.experts.b13)
         w2 = with_bias(experts.w2, weights.experts.b2)
         return write_over((self.w13, self.w2), (w13, w2))
-
-    @property
-    def capturable(self) -> bool:
-        capability = self.context.machine.capability
-        return self.exchange is None and capability is not None and capability[0] in (9, 10)
 
     # --- the parts of a run -----------------------------------------------------------------------
 

@@ -41,7 +41,10 @@ def refused(kernel: type[Kernel], what: Case, shape: Shape, world: int, machine:
     """Why a case cannot be run here, in the kernel's own words; empty where it can."""
     placement = cases.place(what.placement, shape.num_experts, world)
     request = cases.request_of(shape, placement, kernel, shape.capacity)
-    return "; ".join(kernel.objections(request, machine))
+    why = list(kernel.objections(request, machine))
+    if what.replays and machine.capability and not kernel.capturable(request, machine):
+        why.append("reads from the device, which a CUDA graph cannot hold")
+    return "; ".join(why)
 
 
 def machine_for(world: int, device: str = "cuda") -> Machine:

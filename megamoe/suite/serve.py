@@ -148,8 +148,7 @@ class Served:
 
     def _static(self, size: int) -> Static:
         static = Static.of(size, self.shape, self.device)
-        inner = self.layer._kernel
-        if self.device.type == "cuda" and inner is not None and inner.capturable:
+        if self.layer.capturable:
             self._into(static, size)
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()

@@ -427,9 +427,7 @@ def measure(
             layer = stack.enter_context(_prepared(state, kind, form, rank, world_size, **how))
             phase(f"{name}: judge")
             ruler = yardstick(state, kind, form, layer.decision.recipe, count, rank)
-            inner = layer._kernel
-            ready = state.device.type == "cuda" and inner is not None and inner.capturable
-            return Contender(name, layer.forward, ruler, ready), layer
+            return Contender(name, layer.forward, ruler, layer.capturable), layer
 
         ours, layer = contender("forward", chosen, shape, workspaces=workspaces, tuning=tuning)
         choices = {"forward": layer.choice, "smallest": Choice.of(layer.choice.capacities)}

@@ -26,7 +26,16 @@ from megamoe.formats import FP8_BLOCK128, MXFP4
 from megamoe.kernels.base import Batch, Context, Datasheet, Kernel
 from megamoe.kernels.plain import PlainKernel
 from megamoe.kernels.reference import Reference
-from megamoe.problem import BF16_COMBINE, Activation, MoEWeights, Placement, Recipe, Request, TopK
+from megamoe.problem import (
+    BF16_COMBINE,
+    Activation,
+    Machine,
+    MoEWeights,
+    Placement,
+    Recipe,
+    Request,
+    TopK,
+)
 from megamoe.reference.moe import Emulated, layer, shared_term
 
 CASE = Case(tokens=6, experts=4, top_k=2, shared=16)
@@ -401,9 +410,9 @@ class Stub(PlainKernel):
     def run(self, batch: Batch, out: Tensor) -> None:
         out.fill_(0)
 
-    @property
-    def capturable(self) -> bool:
-        return self.captured
+    @classmethod
+    def capturable(cls, request: Request, machine: Machine) -> bool:
+        return cls.captured
 
     def close(self) -> None:
         return None
@@ -444,12 +453,12 @@ def test_capture_wants_a_kernel_that_may_be_captured_and_a_warm_layer(
 ) -> None:  # K67
     request = Request.of(CASE.layer(), top_k=2, max_tokens_per_rank=8)
     ready = PreparedWeights(CASE.layer(), decision(Stub, request))
-    kernel = ready._open()
-    ready._check_capture(kernel)
+    assert not ready.capturable  # on a CPU
+    ready._check_capture()
     ready.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(BadInput) as cold:
-        ready._check_capture(kernel)
+        ready._check_capture()
     assert str(cold.value) == (
         "layer is being captured in a CUDA graph before it was warmed up; "
         "call layer.warmup() on every rank first"
@@ -457,10 +466,12 @@ def test_capture_wants_a_kernel_that_may_be_captured_and_a_warm_layer(
     ready.device = torch.device("cpu")
     ready.warmup()
     ready.device = torch.device("cuda")
-    ready._check_capture(kernel)
+    ready._check_capture()
+    assert ready.capturable
     monkeypatch.setattr(Stub, "captured", False)
+    assert not ready.capturable
     with pytest.raises(BadInput) as refused:
-        ready._check_capture(kernel)
+        ready._check_capture()
     assert str(refused.value) == (
         "kernel reference reads from the device, which a CUDA graph cannot hold; "
         "run it outside of graph capture"

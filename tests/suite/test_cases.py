@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from emulated.cluster import run_ranks
 from emulated.device import emulated
 
+from megamoe.cli import main
 from megamoe.dispatch.machine import H200, SM120
 from megamoe.dispatch.select import KERNELS
 from megamoe.kernels.base import Kernel
+from megamoe.kernels.torch_grouped import TorchGrouped
 from megamoe.problem import Machine
 from megamoe.suite import cases, results, run
-from megamoe.suite.cases import Shape, case
+from megamoe.suite.cases import Case, Shape, case
 from megamoe.suite.pool import Outcome
 
 SHAPE = Shape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2, capacity=16)
@@ -65,3 +68,27 @@ def test_cases_pass_for_every_kernel(kernel: type[Kernel]) -> None:
     assert len(found) > 1
     for name, entry in found.items():
         assert results.passed(entry), (name, entry)
+
+
+def test_what_no_graph_can_hold_is_not_asked_of_one() -> None:
+    """`torch_grouped` learns its rows' counts from its peers."""
+    shape, replay = run.shape_of(TorchGrouped, SHAPE), case("graph replay")
+    said = [run.refused(TorchGrouped, replay, shape, world, H200) for world in (1, 2)]
+    assert said == ["", "reads from the device, which a CUDA graph cannot hold"]
+    assert run.refused(TorchGrouped, case("full"), shape, 2, H200) == ""
+
+
+def test_a_refused_case_is_said_and_the_others_are_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refused(kernel: Any, what: Case, *_: Any) -> str:
+        return "cannot" if what.name == "duplicates" else ""
+
+    monkeypatch.setattr(run, "refused", refused)
+    asked = [word for name in ("duplicates", "idle rank") for word in ("--case", name)]
+    assert main(["check", "--kernel", "reference", *asked, "--results", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "reference, duplicates: not run: cannot" in said
+    assert "reference, idle rank: passed" in said
+    assert "1 cases judged" in said
+    assert results.load(tmp_path)["reference", 1].keys() == {"idle rank"}
