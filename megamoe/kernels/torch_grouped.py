@@ -73,7 +73,7 @@ class TorchGrouped(PlainKernel):
         ),
         transport="NCCL, or gloo where ranks share a GPU",
         automatic="gpu",
-        hardware=("H200 EP1",),
+        hardware=("H200 EP1", "H200 EP2"),
         notes=(
             "weights of other formats are held in BF16: exactly where their scales are powers of "
             "two, else each value rounded once",

@@ -15,7 +15,8 @@ Generated from the records in `docs/bench/h200` (`python -m tests.readme`), whic
 wrote. Times of one table come from one run, in turns, after the oracle had found every contender
 right; milliseconds are medians. *x* is a contender's time over `forward`'s: above 1, `forward` is
 the faster. *graph* is a CUDA-graph replay. *by hand* is FlashInfer's own layer, called as one would
-without this package. *floor* is the time to read the weights of the experts that are hit at the
+without this package. Routing is balanced, every expert asked equally often, unless a title says
+*random*. *floor* is the time to read the weights of the experts that are hit at the
 memory's rate, or to multiply at the matrix units' rate, whichever is longer. *host* is the time
 until a call returns.
 """
@@ -32,6 +33,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def bench(record: Record) -> list[str]:
     """`megamoe bench`: one configuration a row."""
     timed = [entry for entry in record["configurations"] if entry["status"] == "timed"]
+    timed.sort(key=lambda entry: entry["tokens"])
     others = [name for name in OTHERS if any(name in entry["times"] for entry in timed)]
     shape, kernel, ranks = timed[0]["shape"], timed[0]["kernel"], record["world_size"]
     opened = timed[0].get("workspaces", {}).get("choice", {}).get("capacities")
