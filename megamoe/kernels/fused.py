@@ -55,11 +55,11 @@ def stage(
 
     plan.fmt: BF16, or E4M3 with a scale for all of a row or for columns of it, whose rule is
     ``amax``, ``power_of_two_up`` or ``static``; Unsupported elsewhere. x: BF16, copied first where
-    its columns are not next to each other; ``into.x`` may be x itself, whose rows the kernel then
-    takes as they are. E4M3 codes may go to uint8; float32 takes the clamped quotients before their
-    last rounding. Nothing is read back. The first launch for a plan's constants, dtypes and
-    alignment of x compiles, so it has to precede a capture; counts, the capacity, ``first``, factor
-    and where ids and weights lie are free.
+    its columns are not next to each other or its rows not aligned like a tensor's own; ``into.x``
+    may be x itself, whose rows the kernel then takes as they are. E4M3 codes may go to uint8;
+    float32 takes the clamped quotients before their last rounding. Nothing is read back. The first
+    launch for a plan's constants and the dtypes of ids and weights compiles, so it has to precede a
+    capture; counts, the capacity, ``first``, factor, and where x, ids and weights lie are free.
     """
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):
@@ -94,10 +94,12 @@ def stage(
     stride = columns
     if mode != ROUTING:
         assert into.x.is_contiguous()
-        if columns > 1 and n and x.stride(1) != 1:
-            rows_in = x = x.contiguous()
+        if n and not _aligned(x):
+            rows_in = x = x.clone(memory_format=torch.contiguous_format)
         if n > 1:  # a lone row's is anything
             stride = x.stride(0)
+    if weights.dtype is torch.float64:
+        weights = weights.to(torch.float32)
     assert into.ids.is_contiguous()
     assert into.weights.is_contiguous()
     programs = -(-rows // found.rows) + n * tiles
@@ -118,16 +120,23 @@ def stage(
     _launch(programs, values, found.warps)
 
 
+def _aligned(x: Tensor) -> bool:
+    """Whether the kernel that is compiled for rows right behind each other reads these too."""
+    n, columns = x.shape
+    if x.data_ptr() % 16 or (columns > 1 and x.stride(1) != 1):
+        return False
+    stride = x.stride(0)
+    return n == 1 or stride == columns or (columns % 16 == stride % 16 == 0 and stride < 1 << 31)
+
+
 def _launch(programs: int, values: tuple[Any, ...], warps: int) -> None:
     """Launch with the compiled kernel of before where all that chose it is the same: finding it
     again costs Triton as much host time as the rest of a call."""
     x, ids, weights, out_x, out_ids, _, scales, sticky, replicas, counts, order = values[:11]
-    stride = values[STRIDE]
     key = (
         sticky.device, ids.dtype, weights.dtype, out_ids.dtype, warps,
-        stride % 16, stride == 1, stride >> 31,
         None if scales is None else scales.dtype,
-        None if x is None else (x.data_ptr() % 16, out_x.data_ptr() % 16, out_x.dtype),
+        None if x is None else (out_x.data_ptr() % 16, out_x.dtype),
         None if replicas is None else (replicas.data_ptr() % 16, counts.data_ptr() % 16),
         None if order is None else order.data_ptr() % 16,
         values[STRIDE - 1], values[STRIDE + 2:],

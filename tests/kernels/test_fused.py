@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -554,6 +555,59 @@ def specialise() -> None:
     print(again > CALLS, "again")
 
 
+def warmed_up() -> None:
+    """In a process of its own: print what compiles after the calls that a warm-up makes."""
+    title, again = "", 0
+
+    class Compiled:
+        def __getitem__(self, grid: Any) -> Any:
+            return self
+
+        def __call__(self, *values: Any) -> None:
+            nonlocal again
+            again += 1
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return self
+
+        def __call__(self, *values: Any, num_warps: int) -> Compiled:
+            if title:
+                print(title)
+            return Compiled()
+
+    fused._kernel = Kernel  # type: ignore[assignment]
+    count, columns = 3, 64
+    memory = torch.zeros(8192, dtype=torch.bfloat16)
+    sticky = torch.zeros(1, dtype=torch.bool)
+    for fmt in (PLAIN_BF16, FP8_ROW):
+        plan = Staging(num_experts=4, rank=0, sticky=sticky, fmt=fmt)
+
+        def stage(x: Tensor, ids: Tensor, weights: Tensor, plan: Staging = plan) -> None:
+            into = Batch(
+                x=torch.empty(count, columns, dtype=torch.bfloat16),
+                ids=torch.empty(count, 2, dtype=torch.int64), weights=torch.empty(count, 2),
+                count=len(x), tokens=count,
+            )  # fmt: skip
+            fused.stage(plan, x, ids, weights, into)
+
+        ids, weights = torch.zeros(count, 2, dtype=torch.int64), torch.zeros(count, 2)
+        title = ""
+        for id_dtype in (torch.int32, torch.int64):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                stage(memory[:columns].view(1, -1), ids[:1].to(id_dtype), weights[:1].to(dtype))
+        for stride, start, n in itertools.product(
+            (0, 1, 16, 17, 40, 64, 72, 128, 2000), (0, 1, 8), (0, 1, count)
+        ):
+            title = f"{fmt}: {n} rows, {stride} apart, from {start}"
+            stage(memory[start:].as_strided((n, columns), (stride, 1)), ids[:n], weights[:n])
+        title = f"{fmt}: columns apart"
+        stage(memory[: count * columns].view(columns, count).T, ids, weights)
+        title = f"{fmt}: weights of 64 bits"
+        stage(memory[: count * columns].view(count, columns), ids, weights.double())
+    print(again > 100, "again")
+
+
 def in_process(call: str, tmp_path: Path, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", f"import test_fused; test_fused.{call}()"],
@@ -572,6 +626,11 @@ needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is mad
 @needs_triton
 def test_a_kernel_taken_again_is_the_one_that_triton_would_take(tmp_path: Path) -> None:
     assert in_process("specialise", tmp_path) == "True again\n"
+
+
+@needs_triton
+def test_a_capture_after_warm_up_never_meets_the_compiler(tmp_path: Path) -> None:  # K67
+    assert in_process("warmed_up", tmp_path) == "True again\n"
 
 
 @needs_triton
