@@ -362,6 +362,15 @@ def _placement(sheet: Datasheet, request: Request, machine: Machine) -> Iterable
 PEER_TRANSPORTS = ("NVSHMEM", "CUDA peer windows", "torch symmetric memory", "NCCL device API")
 
 
+def pooled(request: Request, tokens: int) -> int:
+    """The tokens a rank that FlashInfer is asked to make room for, for so many.
+
+    A rank's pool has room for the different experts that each token may name there; but a caller
+    may name one twice, and empty slots of some kernels are filled with an expert of their row.
+    """
+    return tokens * max(1, -(-request.top_k // max(1, request.placement.slots_per_rank)))
+
+
 def slots_beyond_experts(request: Request) -> tuple[str, ...]:
     """Of kernels that want different experts in a token's slots."""
     held = request.world_size * request.placement.slots_per_rank

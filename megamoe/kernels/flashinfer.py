@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -187,12 +186,14 @@ class MegaLayer:
         config: str,
         weights: Any,
         *,
+        capacity: int,
         quantised: bool,
         pack: Any = None,
         tree: str | None = None,
         **fields: Any,
     ) -> None:
         """weights: the backend's ``transformed_weights``; None where it makes them from ``pack``.
+        capacity: of its greatest workspace.
         quantised: whether scales come along. tree: the kernels it shares a process with.
         """
         if tree is not None:
@@ -225,7 +226,7 @@ class MegaLayer:
             "FleetParams",
             {
                 "num_experts": request.num_experts,
-                "max_tokens_per_rank": request.max_tokens_per_rank,
+                "max_tokens_per_rank": capacity,
                 "token_hidden_size": request.hidden_size,
             },
         )
@@ -322,8 +323,13 @@ class Space:
         )
 
     def first(self) -> contextlib.AbstractContextManager[None]:
-        """Around the first launch, which allocates and compiles."""
-        return contextlib.nullcontext() if self.launched else environment(self.layer.context)
+        """Around the first launch, which allocates and compiles. On one rank around every one:
+        each bucket of tokens allocates anew, and asks then whether there is NVSHMEM.
+        """
+        context = self.layer.context
+        if self.launched and context.request.world_size > 1:
+            return contextlib.nullcontext()
+        return environment(context)
 
     def close(self) -> None:
         with environment(self.layer.context):
@@ -337,6 +343,11 @@ def _ordinal(device: torch.device) -> int | None:
 
 
 # --- the buffers of flashinfer.megamoe ----------------------------------------------------------
+
+
+NO_LIMIT: Final = torch.finfo(torch.float32).max
+"""A clamp that leaves every number as it is. Infinity is written into the kernel's source as
+``inff``, which does not compile."""
 
 
 class SharedBuffer:
@@ -357,7 +368,7 @@ class SharedBuffer:
             "num_topk": request.top_k,
             "hidden": request.hidden_size,
             "intermediate_hidden": request.intermediate_size,
-            "activation_clamp": math.inf if limit is None else float(limit),
+            "activation_clamp": NO_LIMIT if limit is None else float(limit),
         }
         # Threads of one process can be ranks, so the rank is part of the key.
         key = (id(context.group), context.rank, context.device, *fields.values())
@@ -413,16 +424,21 @@ class SharedBuffer:
         if y is not out:
             out.copy_(y[: out.shape[0]])
 
-    def plans(self) -> list[int]:
-        """Token counts, up to the capacity, of which each needs another MXFP4 kernel; ascending."""
+    def plans(self, selector: Callable[[int], str], capacity: int) -> list[int]:
+        """Token counts, up to ``capacity``, of which each needs another kernel; ascending.
+
+        selector: FlashInfer's function that plans for a count.
+        """
         b = self.buffer
         geometry = (
             b.num_sms, self.group.size(), b.num_experts, b.num_topk, b.hidden,
             b.intermediate_hidden, b.num_max_tokens_per_rank,
         )  # fmt: skip
         first: dict[Any, int] = {}
-        for tokens in range(1, b.num_max_tokens_per_rank + 1):
-            first.setdefault(self.api.select_mxfp4_fused_plan(*geometry, tokens), tokens)
+        for tokens in range(1, capacity + 1):
+            name = selector(tokens)
+            plan = function("megamoe", name)(*geometry, tokens)
+            first.setdefault((name, plan), tokens)
         return list(first.values())
 
     def close(self) -> None:

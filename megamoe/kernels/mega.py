@@ -18,9 +18,11 @@ from torch import Tensor
 from megamoe.errors import MegaMoEError
 from megamoe.formats import E8M0, PLAIN_BF16
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Context, Datasheet, Tactic, Workspace
+from megamoe.kernels.base import Batch, Context, Datasheet, Tactic, Workspace, pooled
 from megamoe.kernels.packed import PackedKernel
 from megamoe.problem import Request
+
+NVSHMEM = "NVSHMEM"
 
 
 class MegaKernel(PackedKernel):
@@ -30,6 +32,10 @@ class MegaKernel(PackedKernel):
 
     config: ClassVar[str]
     tree: ClassVar[str | None] = None
+
+    def room(self, tokens: int) -> int:
+        """The tokens a rank that a workspace for so many is opened with."""
+        return pooled(self.context.request, tokens) if self.sheet.transport == NVSHMEM else tokens
 
     @classmethod
     @abc.abstractmethod
@@ -51,6 +57,7 @@ class MegaKernel(PackedKernel):
             self.context,
             self.config,
             weights,
+            capacity=self.room(request.max_tokens_per_rank),
             quantised=self.rows != PLAIN_BF16,
             pack=pack,
             tree=self.tree,
@@ -70,7 +77,8 @@ class MegaWorkspace(Workspace):
         self.capacity, self.tactic = capacity, tactic
         self.sheet: Datasheet = kernel.sheet
         self.device = kernel.context.device
-        self.space = kernel.layer.open(capacity, tactic)
+        self.space = kernel.layer.open(kernel.room(capacity), tactic)
+        self.room = kernel.room
 
     def run(self, batch: Batch, out: Tensor) -> None:
         self.space.run(batch, out)
@@ -82,9 +90,10 @@ class MegaWorkspace(Workspace):
 class CodedWorkspace(MegaWorkspace):
     """Handed MXFP8 rows, coded into buffers of ours.
 
-    bucketed: the kernel's choice follows the greatest count of any rank. view: it writes its own
-    output, from which the caller's is copied. flag: what in its storage says that the last launch
-    went wrong.
+    least: rows that are launched at least, where a launch of none would be skipped while the other
+    ranks wait for it. bucketed: the kernel's choice follows the greatest count of any rank. view:
+    it writes its own output, from which the caller's is copied. flag: what in its storage says that
+    the last launch went wrong.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class CodedWorkspace(MegaWorkspace):
         capacity: int,
         tactic: Tactic | None,
         *,
+        least: int = 0,
         bucketed: bool = False,
         view: bool = False,
         flag: str | None = None,
@@ -114,19 +124,20 @@ class CodedWorkspace(MegaWorkspace):
             tokens=0,
         )
         self.bucketed, self.view, self.flag = bucketed, view, flag
+        self.spare = torch.empty(least, hidden, dtype=torch.bfloat16, device=self.device)
         self.flagged = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def inputs(self, x: Tensor, top_k: int, tokens: int) -> Batch:
-        n, held = x.shape[0], self.held
+        held, rows = self.held, max(x.shape[0], len(self.spare))
         assert held.scales is not None
         return Batch(
-            x=held.x[:n], scales=held.scales[:n], ids=held.ids[:n], weights=held.weights[:n],
-            count=n, tokens=tokens,
+            x=held.x[:rows], scales=held.scales[:rows], ids=held.ids[:rows],
+            weights=held.weights[:rows], count=x.shape[0], tokens=tokens,
         )  # fmt: skip
 
     def run(self, batch: Batch, out: Tensor) -> None:
-        self.space.stage(batch, bucket=max(1, batch.tokens) if self.bucketed else None)
-        self.space.compute(out, view=self.view)
+        self.space.stage(batch, bucket=self.room(max(1, batch.tokens)) if self.bucketed else None)
+        self.space.compute(out if len(out) == len(batch.ids) else self.spare, view=self.view)
         if self.flag is not None:  # the next launch clears it
             self.flagged.bitwise_or_(self.space.storage(self.flag).view(torch.int32)[:1])
 
@@ -160,7 +171,7 @@ class PullKernel(MegaKernel):
 
     def tactics(self, capacity: int) -> list[Tactic]:
         geometry = self.geometry(self.context.request)
-        return flashinfer.tactics(self.candidates, max_tokens=capacity, **geometry)
+        return flashinfer.tactics(self.candidates, max_tokens=self.room(capacity), **geometry)
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> PullWorkspace:
         return PullWorkspace(self, capacity, tactic)

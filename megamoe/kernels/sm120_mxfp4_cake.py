@@ -89,6 +89,8 @@ class Sm120Mxfp4Cake(MegaKernel):
     def fields(cls, context: Context) -> dict[str, Any]:
         return {
             "swiglu_limit": int(context.request.activation.limit or 0),
+            # Its default wants a NIC that writes GPU memory between GPUs that reach each other.
+            "transport_table": "lsa_where_reachable",
             "codec_overflow_blocks": max(16, context.request.hidden_size // 64),
         }
 

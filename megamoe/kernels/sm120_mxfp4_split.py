@@ -44,6 +44,7 @@ class Sm120Mxfp4Split(MegaKernel):
         architectures=((12, None),),
         hidden_multiple=32,
         intermediate_multiple=32,
+        top_k=range(1, 33),
         clamp="upper",
         # Its final sum is not told which slots are empty.
         empty_slots="stale",
@@ -87,5 +88,7 @@ class SplitWorkspace(CodedWorkspace):
     def compiles(self) -> list[int]:
         """One count of each bucket that is compiled apart."""
         tree = flashinfer.load("moe_ep.kernel_src.sm120.split_cutedsl_megakernel")
+        room = self.room(self.capacity)
         counts = range(1, self.capacity + 1)
-        return sorted({tree.select_graph_compile_bucket(n, self.capacity) for n in counts})
+        last = {tree.select_graph_compile_bucket(self.room(n), room): n for n in counts}
+        return list(last.values())

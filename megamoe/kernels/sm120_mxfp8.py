@@ -72,4 +72,4 @@ class Sm120Mxfp8(MegaKernel):
         return {"knobs": {"mma_tiler_mnk": TILE}}
 
     def open(self, capacity: int, tactic: Tactic | None = None) -> CodedWorkspace:
-        return CodedWorkspace(self, capacity, tactic)
+        return CodedWorkspace(self, capacity, tactic, least=1)

@@ -61,6 +61,9 @@ class Sm90StandaloneMxfp4(StandaloneKernel):
     entry = "mxfp4_mega_moe"
     rows = sheet.recipe.act
 
+    def selector(self, tokens: int) -> str:
+        return "select_mxfp4_fused_plan"
+
     @classmethod
     def pack(cls, experts: ExpertWeights, context: Context) -> StandaloneWeights:
         return pack_standalone_mxfp4(neutral(canonical(experts)))

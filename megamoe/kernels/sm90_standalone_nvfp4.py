@@ -98,6 +98,10 @@ class Sm90StandaloneNvfp4(StandaloneKernel):
     def family(self) -> str:
         return family_of(self.context)
 
+    def selector(self, tokens: int) -> str:
+        fused = self.family == "fused" or (self.family == "auto" and tokens <= FUSED_TOKENS)
+        return "select_fused_plan" if fused else "select_split_plan"
+
     def launch_options(self) -> dict[str, Any]:
         return {"kernel_family": self.family, "family_threshold": FUSED_TOKENS}
 

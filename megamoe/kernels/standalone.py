@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels import flashinfer
-from megamoe.kernels.base import Batch, Tactic, Workspace, slots_beyond_experts
+from megamoe.kernels.base import Batch, Tactic, Workspace, pooled, slots_beyond_experts
 from megamoe.kernels.layout import StandaloneWeights
 from megamoe.kernels.packed import PackedKernel
 from megamoe.problem import Machine, Request
@@ -24,6 +25,10 @@ class StandaloneKernel(PackedKernel):
     @classmethod
     def own_objections(cls, request: Request, machine: Machine) -> tuple[str, ...]:
         return slots_beyond_experts(request)
+
+    @abc.abstractmethod
+    def selector(self, tokens: int) -> str:
+        """FlashInfer's function that plans a launch of so many tokens a rank."""
 
     def launch_options(self) -> dict[str, Any]:
         """What a launch is told besides the buffers."""
@@ -43,8 +48,10 @@ class SharedWorkspace(Workspace):
         self.capacity, self.sheet = capacity, kernel.sheet
         self.device: torch.device = kernel.context.device
         self.packed, self.entry = kernel.packed, kernel.entry
-        self.options = kernel.launch_options()
-        self.buffer = flashinfer.SharedBuffer.of(kernel.context, capacity)
+        self.options, self.selector = kernel.launch_options(), kernel.selector
+        self.buffer = flashinfer.SharedBuffer.of(
+            kernel.context, pooled(kernel.context.request, capacity)
+        )
 
     def inputs(self, x: Tensor, top_k: int, tokens: int) -> Batch:
         return self.buffer.inputs(x.shape[0], tokens)
@@ -53,7 +60,7 @@ class SharedWorkspace(Workspace):
         self.buffer.run(self.entry, self.packed, batch, out, **self.options)
 
     def compiles(self) -> Sequence[int]:
-        return self.buffer.plans()
+        return self.buffer.plans(self.selector, self.capacity)
 
     def close(self) -> None:
         self.buffer.close()

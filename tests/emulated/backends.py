@@ -73,6 +73,7 @@ class Backend:
     buckets: ClassVar[bool] = False  # takes the greatest count of any rank
     owns_output: ClassVar[bool] = False  # compiles for each output address it is given
     alone: ClassVar[bool] = True  # runs on one rank
+    idles: ClassVar[bool] = True  # launches without rows too
     flags: ClassVar[bool] = False  # says on the device whether the last launch went wrong
     launch: ClassVar[str | None] = None  # prebuilds a launch on rows written in place
 
@@ -455,6 +456,7 @@ class Sm120Split(Sm120):
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
         self.multiples(32, 32)
+        require(1 <= self.config.top_k <= 32, f"{self.name}: top_k {self.config.top_k} hangs")
         require(not quantize_input, "floors amax at 1e-4 by its own rule")
         require(
             (self.config.knobs or {}).get("rank_local_combine") is False,
@@ -485,6 +487,8 @@ class Sm120Cake(Sm120):
         require(self.hidden <= 7680 and 1 <= self.config.top_k <= 9, f"{self.name}: sizes")
         require(2 <= world_size <= 32 and self.experts_per_rank <= 128, f"{self.name}: ranks")
         require(self.config.shared_expert is None, "another function than the plain BF16 recipe")
+        table = self.config.transport_table
+        require(table == "lsa_where_reachable", f"{table} needs NICs that write GPU memory")
         limit, blocks = self.config.swiglu_limit, self.config.codec_overflow_blocks
         require(type(limit) is int and 0 <= limit <= 65504, f"{self.name}: limit {limit!r}")
         require(16 <= blocks <= 256, f"{self.name}: {blocks} overflow blocks")
@@ -508,7 +512,7 @@ class Sm120Cake(Sm120):
 
 class Sm120Mxfp8(Sm120):
     name = "sm120_mxfp8_mxfp8_bf16_cutedsl"
-    stale = True
+    stale, idles = True, False
 
     def check_config(self, quantize_input: bool, world_size: int) -> None:
         self.multiples(32, 32)

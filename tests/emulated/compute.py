@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from emulated.cluster import ContractBroken
 from megamoe.formats import BF16, F64, Format, Quantised, dequantise, rnbf16
 from megamoe.problem import Activation, ExpertWeights, Recipe
 from megamoe.reference.elementwise import canonical_nan
@@ -46,6 +47,14 @@ def launch(rank: int, posts: Sequence[Post], recipe: Recipe, activation: Activat
         held = tuple(range(owner * each, (owner + 1) * each))
         add_terms(terms, mine.x, mine.ids, mine.weights, post.experts, held, activation, arithmetic)
     return terms
+
+
+def check_pool(rank: int, posts: Sequence[Post], room: int, each: int) -> None:
+    """Rows that arrive lie in a pool which has room for each token's *different* experts here."""
+    first, k = rank * each, posts[rank].ids.shape[1]
+    arrived = sum(int(((p.ids >= first) & (p.ids < first + each)).sum()) for p in posts)
+    if arrived > len(posts) * room * min(k, each):
+        raise ContractBroken(f"{arrived} rows overrun a pool of {len(posts)} x {room} tokens")
 
 
 def reduce(terms: Tensor, ids: Tensor, weights: Tensor, recipe: Recipe, each: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from emulated import facts, standalone
 from emulated.backends import BACKENDS, Backend, require
 from emulated.cluster import ContractBroken, Trap, here
-from emulated.compute import Post, launch, reduce
+from emulated.compute import Post, check_pool, launch, reduce
 from megamoe.dispatch.machine import H200
 from megamoe.kernels import assumed, flashinfer
 from megamoe.kernels.packs import tensors_of
@@ -203,18 +203,22 @@ class MegaLayer:
             self._decoded = versions, self.backend.experts(self.given)
         return self._decoded[1]
 
-    def _check_process_group(self, bootstrap: Any) -> None:
+    def _check_no_dist(self) -> None:
+        """Read wherever symmetric memory is allocated."""
         no_dist = os.environ.get("MEGA_NO_DIST") == "1"
+        require(not no_dist or self.world == 1, "MEGA_NO_DIST: memory that is not symmetric")
+        if self.world == 1 and self.backend.nvshmem:
+            require(no_dist, "one rank without MEGA_NO_DIST wants NVSHMEM and a group")
+
+    def _check_process_group(self, bootstrap: Any) -> None:
+        self._check_no_dist()
         if self.world > 1:
-            require(not no_dist, "MEGA_NO_DIST with peers: their memory is not symmetric")
             group = bootstrap.process_group
             require(
                 (dist.get_rank(group), dist.get_world_size(group)) == (self.rank, self.world),
                 "the process group is not the layer's ranks",
             )
         require(self.world > 1 or self.backend.alone, f"{self.backend.name} on one rank")
-        if self.world == 1 and self.backend.nvshmem:
-            require(no_dist, "one rank without MEGA_NO_DIST wants NVSHMEM and a group")
 
     def create_workspace(
         self, max_tokens_per_rank: int, *, live_tokens: int | None = None, knobs: Any = None
@@ -280,12 +284,16 @@ class MegaLayer:
     def compute_staged(self, *, output: Tensor | None) -> Tensor:
         assert self.staged is not None
         workspace, n, bound = self.staged
+        require(n > 0 or self.backend.idles, "a rank without rows skips its launch; peers hang")
         require(output is not None or self.backend.view, f"{self.backend.name} returns no view")
         require(output is None or not self.backend.owns_output, "a graph for every output address")
         if self.backend.owns_output:  # a graph for each bucket and output address
             bucket = bucket_of(bound or 0, workspace.capacity)
             what = (bucket, workspace.output_activation.data_ptr())
-            self.device.compiled.setdefault((self.index, self.rank), set()).add(what)
+            compiled = self.device.compiled.setdefault((self.index, self.rank), set())
+            if what not in compiled:  # allocates
+                self._check_no_dist()
+            compiled.add(what)
         self.launch(workspace, bound)
         if output is None:
             return workspace.output_activation[:n]
@@ -315,6 +323,11 @@ class MegaLayer:
         post = Post(x=rows, ids=ids, weights=weights, experts=self.experts)
         what = ("launch", self.index, workspace.key, bound)
         posts = self.cluster.meet(self.rank, what, post)
+        if self.backend.nvshmem:
+            room = workspace.capacity
+            if self.backend.owns_output:
+                room = bucket_of(bound or 0, workspace.capacity)
+            check_pool(self.rank, posts, room, self.backend.experts_per_rank)
         self.device.count(self.device.launches, self.rank)
         recipe = self.backend.recipe()
         terms = launch(self.rank, posts, recipe, self.backend.activation())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from emulated.backends import decoded, mxfp4, require, rows_of
 from emulated.cluster import here
-from emulated.compute import Post, launch, operand, reduce
+from emulated.compute import Post, check_pool, launch, operand, reduce
 from megamoe.formats import BF16, E4M3, FP32, Format, ScaleRule
 from megamoe.kernels import layout
 from megamoe.problem import Activation, ExpertWeights, Recipe
@@ -49,6 +50,7 @@ class Buffer:
         require(hidden % 256 == 0 and intermediate_hidden % 128 == 0, "sizes")
         require(0 < num_topk <= min(32, num_experts), f"top_k {num_topk}")
         require(num_experts % world == 0, f"{num_experts} experts over {world} ranks")
+        require(math.isfinite(activation_clamp), "the source says inff, which nvcc does not know")
         self.device, self.rank, self.world = device, group.rank(), world
         self.cluster = here(self.rank, world)
         self.num_experts, self.capacity = num_experts, num_max_tokens_per_rank
@@ -97,6 +99,7 @@ class Buffer:
             experts=experts,
         )
         posts = self.cluster.meet(self.rank, ("launch", self.geometry, n, *why), post)
+        check_pool(self.rank, posts, self.capacity, self.num_experts // self.world)
         self.device.count(self.device.launches, self.rank)
         terms = launch(self.rank, posts, RECIPE, Activation(limit=self.limit))
         y[:n] = reduce(terms, post.ids, post.weights, RECIPE, experts.count)
@@ -154,6 +157,7 @@ def module(device: Device) -> SimpleNamespace:
         return symm_buffer.run(y, count, experts, kernel_family, family_threshold)
 
     def plan(
+        at: int,
         num_sms: int,
         num_ranks: int,
         experts: int,
@@ -164,10 +168,12 @@ def module(device: Device) -> SimpleNamespace:
         tokens: int,
     ) -> int:
         require(0 < tokens <= capacity, f"a plan for {tokens} of {capacity} tokens")
-        return tokens > 4  # two kernels: what is above 4 tokens is built by itself
+        return tokens > at  # two kernels: what is above is launched by itself
 
     return SimpleNamespace(
-        select_mxfp4_fused_plan=plan,
+        select_mxfp4_fused_plan=functools.partial(plan, 4),
+        select_fused_plan=functools.partial(plan, 3),
+        select_split_plan=functools.partial(plan, 300),
         MegaMoESymmBuffer=functools.partial(Buffer, device),
         mxfp4_mega_moe=mxfp4_mega_moe,
         nvfp4_mega_moe=nvfp4_mega_moe,

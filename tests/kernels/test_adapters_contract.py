@@ -453,3 +453,43 @@ def test_counts_on_both_sides_of_the_families_boundary_run_the_same_one(most: in
     recipe = BY_NAME["sm90_standalone_nvfp4"].sheet.recipe
     for rank, y in enumerate(outputs):
         assert torch.equal(y, layer_.expected(rank, recipe))
+
+
+@pytest.mark.parametrize(
+    ("family", "capacity", "counts"),
+    [("auto", 320, [1, 4, 257, 301]), ("split", 320, [1, 301]), ("fused", 256, [1, 4])],
+)
+def test_warm_up_launches_each_family_s_plans(
+    family: str, capacity: int, counts: list[int]
+) -> None:  # K67
+    """The fused family's plans change after 3 tokens here, the split one's after 300."""
+    layer_ = dataclasses.replace(case("sm90_standalone_nvfp4"), capacity=capacity)
+    seen: list[int] = []
+    real = standalone.Buffer.run
+
+    def run(self: Any, y: Any, n: int, experts: Any, *why: Any) -> Any:
+        if self.rank == 0:
+            seen.append(n)
+        return real(self, y, n, experts, *why)
+
+    def work(rank: int) -> None:
+        with megamoe.prepare(
+            layer_.held(rank), dist.group.WORLD, max_tokens_per_rank=capacity, top_k=2,
+            kernel=layer_.kernel, options={"family": family},
+        ) as prepared:  # fmt: skip
+            prepared.warmup()
+
+    with emulated(layer_.machine), mock.patch.object(standalone.Buffer, "run", run):
+        run_ranks(4, work)
+    assert sorted(set(seen)) == counts
+
+
+@pytest.mark.parametrize("kernel", ["sm90_pull_bf16", "sm90_standalone_mxfp4", "sm120_mxfp8"])
+def test_one_expert_twice_in_every_row_fits_the_pool(kernel: str) -> None:
+    """FlashInfer makes room for each token's different experts of a rank; here there is one."""
+    base = case(kernel)
+    placement = Placement.contiguous(base.placement.num_experts, base.placement.num_experts)
+    world, held = placement.world_size, placement.num_experts - 1
+    ids = tuple(((held, held),) * 4 for _ in range(world))
+    layer_ = dataclasses.replace(base, placement=placement, ids=ids, capacity=4)
+    assert differences(layer_) == []

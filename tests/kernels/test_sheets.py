@@ -394,6 +394,7 @@ REFUSALS |= {
             HOPPER_REFUSED,
             UPPER_ONLY,
             FEW_EXPERTS,
+            TOO_MANY_SLOTS,
             peers("NVSHMEM", SM120),
             size("hidden_size", 4112, 32),
             size("intermediate_size", 2040, 32),
