@@ -7,6 +7,7 @@ killed (peers inside a megakernel cannot be told anything), and the next task st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -80,16 +81,15 @@ class Pool:
             if started.status != "done":
                 return started
         for pipe in self._pipes:
-            pipe.send((task, arguments))
+            with contextlib.suppress(OSError):  # a rank that died since: the collection names it
+                pipe.send((task, arguments))
         return self._collect(timeout)
 
     def close(self) -> None:
         """End the ranks in good order, then by force."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                continue
         for process in self._processes:
             process.join(10.0)
         self._kill()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from megamoe.suite.pool import Pool
 
@@ -40,6 +43,10 @@ def misbehave(phase: Phase, rank: int, world_size: int, *, state: Any, who: int,
     return "fine"
 
 
+def name(phase: Phase, rank: int, world_size: int, *, state: Any) -> int:
+    return os.getpid()
+
+
 def test_values_by_rank_and_a_state_that_lasts() -> None:
     with Pool(2, setup=setup, grace=0.5) as pool:
         for value in (10, 20):
@@ -64,6 +71,18 @@ def test_a_rank_that_fails_is_named_with_its_phase_and_the_next_task_runs() -> N
             assert words in outcome.message
             assert outcome.seconds < 20
             assert pool.run(answer, timeout=60, value=1).status == "done"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_between_two_tasks_is_named_and_the_next_task_runs(who: int) -> None:
+    with Pool(2, setup=setup, grace=0.5) as pool:
+        first = pool.run(name, timeout=60).values
+        os.kill(first[who], signal.SIGKILL)
+        time.sleep(0.5)  # its end of the pipe closes
+        outcome = pool.run(answer, timeout=30, value=1)
+        assert (outcome.status, outcome.rank) == ("died", who)
+        assert "exit code -9" in outcome.message
+        assert not set(pool.run(name, timeout=60).values.values()) & set(first.values())
 
 
 def test_a_set_up_that_fails_is_an_outcome() -> None:
