@@ -174,12 +174,11 @@ def test_bad_ids_make_a_judged_call_invalid(monkeypatch: pytest.MonkeyPatch) -> 
 def test_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     asked(monkeypatch, 5)
     ready = layer()
-    kernel = ready._open()
-    ready._check_capture(kernel)
+    ready._check_capture()
     ready.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(BadInput, match=r"judged on the host \(MEGAMOE_PARITY\)"):
-        ready._check_capture(kernel)
+        ready._check_capture()
 
 
 # --- several ranks --------------------------------------------------------------------------------

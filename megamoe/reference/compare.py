@@ -168,7 +168,8 @@ class Yardstick:
 
     def _token_checks(self, y: Tensor, errors: Errors) -> list[Check]:
         ruler = self.ruler
-        misplaced = ruler.misplaced(y, self.emulated).to(F64)
+        budget = max((s.error for s in self.standards), default=0.0)
+        misplaced = ruler.misplaced(y, self.emulated, budget).to(F64)
         return [
             Check("error", errors.error, self.budget),
             Check(
@@ -188,6 +189,7 @@ class Yardstick:
         device = self.emulated.device
         missed = (~same_bits(y, self.emulated)).to(F64).mean(1)
         live = self.group >= 0
+        displaced = self.ruler.displaced(y, self.emulated).to(F64)
         apart = distance(y, self.emulated, self.ruler.size)
         moved = 2.0**-self.recipe.mid.element.mantissa_bits
         moved /= math.sqrt(self.inputs.layer.intermediate_size)
@@ -209,6 +211,7 @@ class Yardstick:
                 "distance", apart,
                 self._limit(lambda s: ALLOWANCE * float(s.apart.max()), 2 * self.ruler.floor),
             ),
+            Check("NaN or infinity", displaced, torch.zeros_like(displaced)),
         )  # fmt: skip
 
     def _batch_check(self, errors: Errors) -> Check:

@@ -24,7 +24,8 @@ class Ruler:
     size [T] and tile_size [T, C]: the norm of sum |w y| plus that of |shared|, over counted
     elements. floor, tile_floor: the most that rounding the output and summing its slots in float32
     can add: the norm of half a unit in the last place of BF16 at each element of EXACT, over that
-    size, and half a unit of float32 for each slot. norm: that of EXACT.
+    size, and half a unit of float32 for each slot. norm: that of EXACT. lost: elements that are
+    finite in EXACT and not in the recipe; lost_size, lost_floor [T]: likewise over these.
     """
 
     truth: Truth
@@ -34,16 +35,19 @@ class Ruler:
     floor: Tensor
     tile_floor: Tensor
     norm: Tensor
+    lost: Tensor
+    lost_size: Tensor
+    lost_floor: Tensor
 
     @classmethod
     def of(cls, truth: Truth, emulated: Tensor, slots: int) -> Ruler:
         counted = truth.exact.isfinite() & emulated.isfinite()
-        size, tile_size = norms(torch.where(counted, truth.routed, 0.0))
-        if truth.shared is not None:
-            also, tile_also = norms(torch.where(counted, truth.shared, 0.0))
-            size, tile_size = size + also, tile_size + tile_also
+        size, tile_size = _sizes(truth, counted)
         exact = torch.where(counted, truth.exact, 0.0)
         rounding, tile_rounding = norms(half_unit(exact))
+        lost = truth.exact.isfinite() & ~emulated.isfinite()
+        lost_size = _sizes(truth, lost)[0]
+        lost_rounding = norms(half_unit(torch.where(lost, truth.exact, 0.0)))[0]
         return cls(
             truth=truth,
             counted=counted,
@@ -52,6 +56,9 @@ class Ruler:
             floor=_floor(rounding, size, slots),
             tile_floor=_floor(tile_rounding, tile_size, slots),
             norm=norms(exact)[0],
+            lost=lost,
+            lost_size=lost_size,
+            lost_floor=_floor(lost_rounding, lost_size, slots),
         )
 
     def measure(self, y: Tensor) -> Errors:
@@ -65,14 +72,24 @@ class Ruler:
             shift=over(shift, self.size),
         )
 
-    def misplaced(self, y: Tensor, emulated: Tensor) -> Tensor:
+    def misplaced(self, y: Tensor, emulated: Tensor, budget: float) -> Tensor:
         """How many elements [T] are of the wrong class where numbers alone cannot be compared.
 
-        The class is EXACT's, rounded to BF16, or the recipe's: it may overflow on the way.
+        The class is EXACT's, rounded to BF16, or the recipe's: it may overflow on the way. Where it
+        does and y does not, y's numbers are held to EXACT. budget: a relative error.
         """
         exact = rnbf16(rn32(self.truth.exact))
         fits = same_class(y, exact) | same_class(y, emulated)
-        return (~self.counted & ~fits).sum(1)
+        found = self.lost & y.isfinite()
+        error = norms(torch.where(found, y.to(F64) - self.truth.exact, 0.0))[0]
+        far = ~(over(error, self.lost_size) <= budget + self.lost_floor)
+        return (~self.counted & ~fits | found & far[:, None]).sum(1)
+
+    def displaced(self, y: Tensor, emulated: Tensor) -> Tensor:
+        """How many elements [T] that are no numbers in EXACT or in the recipe are not the recipe's
+        class.
+        """
+        return (~self.counted & ~same_class(y, emulated)).sum(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +102,17 @@ class Errors:
     error: Tensor
     tile_error: Tensor
     shift: Tensor
+
+
+def _sizes(truth: Truth, among: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms of sum |w y| plus those of |shared| over some elements, as :func:`norms` has
+    them.
+    """
+    size, tile_size = norms(torch.where(among, truth.routed, 0.0))
+    if truth.shared is None:
+        return size, tile_size
+    also, tile_also = norms(torch.where(among, truth.shared, 0.0))
+    return size + also, tile_size + tile_also
 
 
 def norms(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def recipe_message(
     report: Report, other: tuple[str, float] | None, y: Tensor, emulated: Tensor
 ) -> str:
     """What is said of an output that is right, but not this recipe's."""
-    bits, mean, apart = report.bit_checks
+    bits, mean, apart, classes = report.bit_checks
     text = f"rank {report.rank}: right, but not {report.recipe_name}: "
     if not bits.passed:
         text += (
@@ -65,6 +65,9 @@ def recipe_message(
             f"tokens lie {float(mean.value):.3g} from it on average, honest kernels "
             f"{float(mean.limit):.3g} or less"
         )
+    elif not classes.passed:
+        token = int(classes.value.argmax())
+        text += f"token {token} has numbers where it overflows"
     else:
         token = int(apart.excess.argmax())
         text += (

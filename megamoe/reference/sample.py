@@ -5,7 +5,8 @@ units in BF16's last place, which keeps zeros, outliers, saturation and denormal
 routing.
 
 A batch may mix classes: a row of denormals errs far more than its neighbours, and must not lend
-them its budget. Tokens are one class where their errors, sorted, leave no gap.
+them its budget, nor may a chain of rows, each a little harder than the last. Tokens are one class
+where their errors lie within a factor of its least.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from megamoe.reference.hashing import hashed
 
 TOKENS = 256  # a class's sample has at least so many
 JITTER = 3  # units in the last place, either way
-GAP = 4.0  # a jump of this factor between neighbouring errors separates two classes
+SPAN = 4.0  # the factor
 SEED = 0x5EED
 
 
 def classes(key: Tensor) -> Tensor:
     """The class of each token, int64 [T], 0 where the errors are least; ``key`` is a positive
-    error.
+    error. Each class begins with the least error that is past the span of the one before.
 
     Zero and non-finite keys (rows without any finite output to measure) are class -1.
     """
     usable = key.isfinite() & (key > 0)
-    order = torch.where(usable, key, torch.inf).argsort(stable=True)
-    ranked = key[order]
-    jump = torch.zeros_like(ranked, dtype=torch.int64)
-    jump[1:] = (ranked[1:] > GAP * ranked[:-1]).to(torch.int64)
-    found = torch.empty_like(jump)
-    found[order] = jump.cumsum(0)
-    return torch.where(usable, found, -1)
+    ranked = key[usable].sort().values.cpu()
+    starts, first = [], 0
+    while first < len(ranked):
+        starts.append(ranked[first])
+        first = int(torch.searchsorted(ranked, SPAN * ranked[first], right=True))
+    bounds = torch.stack(starts).to(key.device) if starts else key.new_zeros(0)
+    return torch.where(usable, torch.searchsorted(bounds, key, right=True) - 1, -1)
 
 
 def companions(inputs: Inputs, members: Tensor, count: int) -> Inputs:

@@ -249,6 +249,28 @@ def test_a_recipe_may_overflow_where_the_truth_does_not() -> None:
     assert report.recipe
 
 
+def test_where_only_the_recipe_overflows_a_number_must_be_the_truth_s() -> None:
+    """Row 5's terms pass BF16's greatest and cancel: EXACT is finite, the recipe NaN."""
+    inputs = CLASSES["normal"](request(0, activation=Activation(), top_k=2), BF16_COMBINE, 0, "cpu")
+    x = inputs.x.double()
+    x[5] *= 2.0**63
+    yard = yardstick(replace(inputs, x=x.float().bfloat16()), BF16_COMBINE)
+    exact = yard.ruler.truth.exact
+    assert not bool(yard.emulated[5].isfinite().any())
+    assert bool(exact.isfinite().all())
+
+    def verdicts(row: torch.Tensor | float) -> tuple[bool, bool]:
+        y = yard.emulated.clone()
+        y[5] = row
+        report = yard.judge(y)
+        return report.right, report.recipe
+
+    assert verdicts(yard.emulated[5]) == (True, True)
+    assert verdicts(exact[5].float().bfloat16()) == (True, False)
+    for row in (0.0, 1.0, exact[4].float().bfloat16(), -exact[5].float().bfloat16()):
+        assert verdicts(row) == (False, False)
+
+
 # --- limits -------------------------------------------------------------------------------------
 
 
@@ -307,7 +329,33 @@ def test_jitter_keeps_structure() -> None:
     assert torch.equal(moved[2, 0::2], moved[2, 1::2])  # pairs that cancel still do
 
 
+def test_rows_of_rising_difficulty_lend_no_budget_down_the_chain() -> None:
+    """Four tokens clipped by a static scale, each a little more: no gap between neighbours."""
+    recipe = recipe_of(2.0**-6, 2.0**-8)
+    scales = (2.0**-6, 2.0**-8)
+    asked = request(
+        2, weight_at="fc2_input", weights=FP8_TENSOR, activation_scales=scales,
+        activation=Activation(limit=10.0), hidden_size=256, intermediate_size=128, top_k=4,
+    )  # fmt: skip
+    inputs = CLASSES["normal"](asked, recipe, 0, "cpu")
+    for row, factor in ((250, 2), (251, 3), (252, 5), (253, 12)):
+        inputs.x[row] *= factor
+    yard = yardstick(inputs, recipe)
+    assert yard.judge(yard.emulated).right
+    own = yard.ruler.measure(yard.emulated).error
+    worst = [float(own[yard.group == index].max()) for index in range(len(yard.standards))]
+    least = [float(own[yard.group == index].min()) for index in range(len(yard.standards))]
+    assert all(high <= 2 * sample.SPAN * low for high, low in zip(worst, least, strict=True))
+    full = int(((inputs.topk.ids >= 0).all(1) & (own < 0.05)).nonzero()[0])
+    for row in (0 * yard.emulated[full], yard.emulated[full + 1], 2 * yard.emulated[full]):
+        y = yard.emulated.clone()
+        y[full] = row
+        assert yard.judge(y).wrong_tokens.tolist() == [full]
+
+
 def test_classes_are_separated_by_gaps() -> None:
+    chain = torch.tensor([1.0, 3.0, 9.0, 3.5, 27.0, 80.0], dtype=torch.float64)
+    assert sample.classes(chain).tolist() == [0, 0, 1, 0, 1, 2]
     key = torch.tensor([3.0, 1.0, 100.0, 2.0, 0.0, torch.inf, 300.0], dtype=torch.float64)
     assert sample.classes(key).tolist() == [0, 0, 1, 0, -1, -1, 1]
     assert sample.classes(key[:0]).tolist() == []
