@@ -194,6 +194,8 @@ def _check(args: argparse.Namespace) -> int:
     machine = run.machine_for(args.world_size, device)
     kernels = _kernels(args.kernel or [k.sheet.name for k in KERNELS])
     verdicts: list[bool] = []
+    for kernel in kernels if args.results is not None else ():
+        results.usable(_records(args), kernel.sheet.name, args.world_size)
     for kernel in kernels:
         shape = run.shape_of(kernel)
         why = run.refused(kernel, CASES[0], shape, args.world_size, machine)
@@ -230,7 +232,7 @@ def _cases(
             if not good:
                 say("   " + str(entry.get("message") or entry).replace("\n", "\n   "))
             if args.results is not None:
-                results.store(args.results, kernel.sheet.name, args.world_size, what.name, entry)
+                results.store(_records(args), kernel.sheet.name, args.world_size, what.name, entry)
     return verdicts
 
 
@@ -243,8 +245,14 @@ def _soak(args: argparse.Namespace, kernel: type[Kernel], shape: Shape, machine:
         )  # fmt: skip
     if args.results is not None:
         name = f"seed {args.soak_seed}, from step {args.soak_from}"
-        results.store(args.results / "soak", kernel.sheet.name, args.world_size, name, entry)
+        results.store(_records(args), kernel.sheet.name, args.world_size, name, entry)
     return soak.passed(entry)
+
+
+def _records(args: argparse.Namespace) -> Path:
+    """The folder of this run's records: walks have one of their own."""
+    folder: Path = args.results
+    return folder if args.soak is None else folder / "soak"
 
 
 def _kernels(wanted: Sequence[str]) -> list[type[Kernel]]:

@@ -6,7 +6,6 @@ A record is written as soon as its configuration ends, whatever becomes of the n
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from megamoe.dispatch.tuning import Mode
 from megamoe.errors import bad_input
 from megamoe.kernels.base import Kernel
 from megamoe.problem import Machine, Placement
-from megamoe.suite import cases, run, timing
+from megamoe.suite import cases, results, run, timing
 from megamoe.suite.cases import Shape
 from megamoe.suite.pool import Outcome, Pool
 from megamoe.suite.timing import Routing
@@ -119,6 +118,8 @@ def bench(
     A configuration that hangs or crashes costs its pool, and the next one starts another.
     """
     document = _document(plan, machine)
+    if file is not None:
+        results.writable(file)
     with Pool(
         plan.world_size,
         setup=timing.setup,
@@ -145,10 +146,10 @@ def bench(
                 entry = head | merged(outcome) | {"seconds": round(outcome.seconds, 2)}
                 entry = finished(entry, rates_of(machine))
             document["configurations"].append(entry)
-            write(document, file)
+            _write(document, file)
             tell(line(entry))
     document["complete"] = True
-    write(document, file)
+    _write(document, file)
     return document
 
 
@@ -190,14 +191,9 @@ def _request(kernel: type[Kernel], shape: Shape, world: int) -> Any:
     return cases.request_of(shape, placement, kernel, shape.capacity)
 
 
-def write(document: Mapping[str, Any], file: Path | None) -> None:
-    """Replace the file as a whole, so that a reader never finds half of it."""
-    if file is None:
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(new, file)
+def _write(document: Mapping[str, Any], file: Path | None) -> None:
+    if file is not None:
+        results.write(file, json.dumps(document, indent=1) + "\n")
 
 
 # --- from ranks' records to one -------------------------------------------------------------------

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megamoe.errors import bad_input
 from megamoe.problem import Machine
 from megamoe.suite.cases import CASES, Shape
 from megamoe.suite.pool import Outcome
@@ -51,12 +55,19 @@ def passed(entry: Mapping[str, Any]) -> bool:
 
 
 def store(folder: Path, kernel: str, world: int, name: str, entry: Mapping[str, Any]) -> None:
-    """Add or replace one case's record."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{kernel}-world{world}.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
+    """Add or replace one case's record. Raises BadInput."""
+    file = file_of(folder, kernel, world)
+    known = _read(file) if file.exists() else {}
     known[name] = dict(entry)
-    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    write(file, json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def usable(folder: Path, kernel: str, world: int) -> None:
+    """Raises BadInput where `store` would, so that it is known before the work."""
+    file = file_of(folder, kernel, world)
+    writable(file)
+    if file.exists():
+        _read(file)
 
 
 def load(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -64,8 +75,69 @@ def load(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     found = {}
     for file in sorted(folder.glob("*-world*.json")):
         kernel, _, world = file.stem.rpartition("-world")
-        found[kernel, int(world)] = json.loads(file.read_text())
+        if not world.isdecimal():
+            raise bad_input("records", file, "name no world size", "rename or move the file")
+        found[kernel, int(world)] = _read(file)
     return found
+
+
+def file_of(folder: Path, kernel: str, world: int) -> Path:
+    return folder / f"{kernel}-world{world}.json"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Raises BadInput where a file is cut off, or is none of records."""
+    try:
+        known = json.loads(file.read_text())
+        if isinstance(known, dict) and all(isinstance(entry, dict) for entry in known.values()):
+            return known
+        why: object = "each case needs a record"
+    except (OSError, ValueError) as error:
+        why = error
+    raise bad_input("records", file, f"cannot be read ({why})", "restore it or move it away")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def write(file: Path, text: str) -> None:
+    """Replace a file as a whole, so that a reader never finds half of it. Raises BadInput."""
+    new = _beside(file)
+    with _naming(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            new.write_text(text)
+            os.replace(new, file)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def writable(file: Path) -> None:
+    """Raises BadInput where `write` would for what can be known before; makes the folder."""
+    new = _beside(file)
+    with _naming(file):
+        if file.exists() and not file.is_file():  # a replaced /dev/null would be missed
+            raise OSError(errno.EINVAL, "not a regular file")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.touch()
+        new.unlink()
+
+
+def _beside(file: Path) -> Path:
+    return file.parent / (file.name + ".new")
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise bad_input("file", file, why, "name another place") from None
+
+
+# --- the page -------------------------------------------------------------------------------------
 
 
 GEOMETRY = ("hidden_size", "intermediate_size", "num_experts", "top_k", "capacity")
