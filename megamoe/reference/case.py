@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,8 +159,16 @@ def truth(inputs: Inputs) -> Truth:
     )
 
 
+def share(numbers: Sequence[int], make: Callable[[int], ExpertWeights]) -> ExpertWeights:
+    """What ``make`` gives for these numbers as one record; none of them leaves a share of the same
+    shapes, since a rank may hold no expert.
+    """
+    experts = stacked([make(number) for number in numbers or (0,)])
+    return _rows(experts, slice(len(numbers)))
+
+
 def stacked(experts: Sequence[ExpertWeights]) -> ExpertWeights:
-    """Experts of one format as one record, in this order."""
+    """At least one expert, all of one format, as one record, in this order."""
 
     def matrix(parts: list[Quantised]) -> Quantised:
         return replace(
@@ -185,7 +193,10 @@ def _cat(tensors: list[Tensor | None]) -> Tensor | None:
 
 def one_expert(experts: ExpertWeights, slot: int) -> ExpertWeights:
     """The expert in one physical slot."""
-    rows = slice(slot, slot + 1)
+    return _rows(experts, slice(slot, slot + 1))
+
+
+def _rows(experts: ExpertWeights, rows: slice) -> ExpertWeights:
     return ExpertWeights(
         w13=experts.w13[rows],
         w2=experts.w2[rows],

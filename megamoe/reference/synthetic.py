@@ -17,7 +17,7 @@ from torch import Tensor
 from megamoe.errors import bad_input
 from megamoe.formats import quantise
 from megamoe.problem import ExpertWeights, MoEWeights, Request, SharedExpert, TopK
-from megamoe.reference.case import stacked
+from megamoe.reference.case import share
 from megamoe.reference.hashing import BELL_SIGMA, bell, bits
 
 # Streams of numbers under one seed.
@@ -91,7 +91,7 @@ def layers(request: Request, make: Callable[[int], ExpertWeights]) -> tuple[MoEW
         shared = SharedExpert(weights=plain, activation=request.activation)
     return tuple(
         MoEWeights(
-            experts=stacked([make(max(0, number)) for number in slots]),
+            experts=share([max(0, number) for number in slots], make),
             placement=request.placement,
             rank=rank,
             activation=request.activation,

@@ -38,7 +38,7 @@ from megamoe.kernels import flashinfer
 from megamoe.kernels.base import Kernel
 from megamoe.kernels.torch_grouped import TorchGrouped
 from megamoe.problem import ExpertWeights, MoEWeights, Placement, Recipe, TopK
-from megamoe.reference.case import stacked
+from megamoe.reference.case import share
 from megamoe.suite import cases, run
 from megamoe.suite.cases import Shape
 from megamoe.suite.pool import Phase
@@ -170,7 +170,7 @@ def make_experts(shape: Shape, numbers: Sequence[int], device: torch.device) -> 
             w2=quantise(matrix(draw, hidden, inner), shape.format),
         )
 
-    return stacked([one(number) for number in numbers])
+    return share(numbers, one)
 
 
 def balanced(tokens: int, top_k: int, experts: int, seed: int) -> Tensor:
@@ -442,7 +442,7 @@ def measure(
             "verdicts": verdicts,
             "notes": notes,
             "experts_hit": batch.hit,
-            "weight_bytes": batch.hit * _expert_bytes(state, shape),
+            "weight_bytes": _bytes_of(batch.hit, state.experts[_weights_key(shape)]),
             "operations": 6 * batch.slots * shape.hidden_size * shape.intermediate_size,
         }
         if workspaces:
@@ -523,10 +523,9 @@ def _weights_key(shape: Shape) -> tuple[Any, ...]:
     return (shape.fmt, shape.num_experts, shape.hidden_size, shape.intermediate_size)
 
 
-def _expert_bytes(state: State, shape: Shape) -> int:
-    """Of one expert in its logical format, scales included."""
-    experts = state.experts[_weights_key(shape)]
-    return experts.nbytes // experts.count
+def _bytes_of(hit: int, experts: ExpertWeights) -> int:
+    """Of so many experts in their logical format, scales included; a rank that has none reads 0."""
+    return hit * (experts.nbytes // max(1, experts.count))
 
 
 def _by_hand(

@@ -21,15 +21,19 @@ from emulated import emulated
 from rich.console import Console
 
 import megamoe
+from megamoe import oracle
 from megamoe.cli import main
 from megamoe.dispatch.machine import H20, H200, probe
 from megamoe.dispatch.startup import Memory, Rig
 from megamoe.errors import BadInput
+from megamoe.formats import CATALOGUE, Format
 from megamoe.kernels.base import Batch
 from megamoe.kernels.reference import Reference
 from megamoe.kernels.sm90_pull_bf16 import Sm90PullBf16
 from megamoe.kernels.torch_grouped import TorchGrouped
-from megamoe.suite import bench, run, timing
+from megamoe.problem import Placement
+from megamoe.reference import synthetic
+from megamoe.suite import bench, cases, run, timing
 from megamoe.suite.cases import Shape
 from megamoe.suite.pool import Outcome
 
@@ -172,6 +176,28 @@ def test_the_step_s_work_adds_up_over_ranks() -> None:
     assert sum(part.slots for part in parts) == 4 * 5 * 3
     assert [part.hit for part in parts] == [2] * 4
     assert not torch.equal(parts[0].topk.ids, parts[1].topk.ids)
+
+
+@pytest.mark.parametrize("fmt", CATALOGUE, ids=str)
+def test_a_rank_without_experts_has_weights_of_their_shapes(fmt: Format) -> None:
+    shape = dataclasses.replace(TINY, hidden_size=256, intermediate_size=128, fmt=fmt.name)
+    some, none = (timing.make_experts(shape, n, torch.device("cpu")) for n in ([0, 1], []))
+    request = cases.request_of(shape, Placement.contiguous(2, 3), Reference, 4)
+    last = synthetic.layers(request, lambda n: synthetic.expert(request, n, 0, "cpu"))[2].experts
+    for empty in (none, last):
+        assert empty.count == 0
+        for ours, theirs in ((empty.w13, some.w13), (empty.w2, some.w2)):
+            assert (ours.format, ours.row_groups) == (theirs.format, theirs.row_groups)
+            assert ours.shape == (0, *theirs.shape[1:])
+
+
+@pytest.mark.parametrize("name", oracle.CLASSES)
+def test_every_class_of_inputs_has_room_for_more_ranks_than_experts(name: str) -> None:
+    shape = dataclasses.replace(TINY, num_experts=2, top_k=1)
+    request = cases.request_of(shape, Placement.contiguous(2, 3), Reference, 6)
+    inputs = oracle.CLASSES[name](request, Reference.recipe(request), 0, "cpu")
+    assert [rank.experts.count for rank in inputs.ranks] == [1, 1, 0]
+    assert oracle.yardstick(inputs, Reference.recipe(request)) is not None
 
 
 def test_judged_rows_replace_rows_of_the_batch_that_is_timed() -> None:
@@ -481,16 +507,19 @@ def test_plans_name_what_does_not_fit() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 8), (3, 2)])
+def test_the_command_on_several_ranks(
+    ranks: int, experts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "bench.json"
-    arguments = "--hidden 64 --intermediate 32 --experts 8 --top-k 2 --tokens 6 --world-size 2"
+    arguments = f"--hidden 64 --intermediate 32 --experts {experts} --top-k 2 --tokens 6"
     code = main(
         ["bench", "--kernel", "reference", *arguments.split(), "--seconds-per-config", "0",
-         "--timeout", "200", "--json", str(file)]
+         "--timeout", "200", "--json", str(file), "--world-size", str(ranks)]
     )  # fmt: skip
     assert code == 0
     (entry,) = json.loads(file.read_text())["configurations"]
-    assert entry["verdicts"]["forward"]["tokens"] == 12
+    assert entry["verdicts"]["forward"]["tokens"] == 6 * ranks
     assert entry["ratios"]["torch_grouped / forward"] > 0
     assert "reference, 6 tokens: forward" in capsys.readouterr().out
 
