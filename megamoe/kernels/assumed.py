@@ -210,6 +210,7 @@ PUSH_BF16_WEIGHTS = dict(
 SM90 = "moe_ep/backends/mega/kernel/sm90"
 SM120 = "moe_ep/backends/mega/kernel/sm120"
 PUSH = "moe_ep/kernel_src/sm90"
+SPLIT = "moe_ep/kernel_src/sm120/split_cutedsl_megakernel"
 FP4 = f"{SM90}/fp8_mxfp4_bf16_pull_cutedsl/config.py"
 SOURCES: dict[str, str] = {
     "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig": (
@@ -248,6 +249,15 @@ _LEGS = ("transformed_l1", "transformed_l2", "symm_buffer")
 _FP4_GEOMETRY = (
     "max_tokens", "hidden", "intermediate", "num_experts", "world_size", "routing_profile",
 )  # fmt: skip
+_STANDALONE = "megamoe/__init__.py"
+_LAUNCH = (
+    "y", "l1_weights", "l2_weights", "symm_buffer", "num_tokens",
+    "cumulative_local_expert_recv_stats", "l1_global_scales", "l2_global_scales",
+)  # fmt: skip
+_PLAN = (
+    "num_sms", "num_ranks", "num_experts", "num_topk", "hidden", "intermediate_hidden",
+    "num_max_tokens_per_rank", "num_tokens",
+)  # fmt: skip
 FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "MoEEpMegaLayer.create_workspace": (
         "moe_ep/modes/mega_layer.py", ("self", "max_tokens_per_rank", "live_tokens", "knobs"),
@@ -262,7 +272,39 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hopper_nvfp4_candidates": (
         f"{_PULL_SHIM}/nvfp4_tuner.py", (*_FP4_GEOMETRY, "kperm"),
     ),
-    "MegaMoESymmBuffer.commit_staged": ("megamoe/__init__.py", ("self", "num_tokens")),
+    "MoEEpMegaLayer.forward": (
+        "moe_ep/modes/mega_layer.py", ("self", "t", "workspace", "return_workspace_view"),
+    ),
+    "MoEEpMegaLayer.stage_inputs": (
+        "moe_ep/modes/mega_layer.py", ("self", "t", "workspace", "compile_tokens_per_rank"),
+    ),
+    "MoEEpMegaLayer.compute_staged": ("moe_ep/modes/mega_layer.py", ("self", "output")),
+    "MoEWeightPack.__new__": ("moe_ep/weights.py", ("cls", *PACK)),
+    "select_graph_compile_bucket": (
+        f"{SPLIT}/shim/runtime.py", ("requested_tokens_per_rank", "workspace_capacity"),
+    ),
+    "MegaMoESymmBuffer.__init__": (
+        _STANDALONE,
+        (
+            "self", "group", "num_experts", "num_max_tokens_per_rank", "num_topk", "hidden",
+            "intermediate_hidden", "activation_clamp", "fast_math",
+        ),
+    ),
+    "MegaMoESymmBuffer.commit_staged": (_STANDALONE, ("self", "num_tokens")),
+    "MegaMoESymmBuffer.prewarm": (_STANDALONE, ("self", "kernel_family", "family_threshold")),
+    "mxfp4_mega_moe": (_STANDALONE, _LAUNCH),
+    "nvfp4_mega_moe": (
+        _STANDALONE,
+        (
+            *_LAUNCH, "force_push_dispatch", "force_no_clean_barrier", "kernel_family",
+            "family_threshold",
+        ),
+    ),
+    "select_mxfp4_fused_plan": ("megamoe/heuristics.py", _PLAN),
+    "select_fused_plan": (
+        "megamoe/heuristics.py", (*_PLAN, "force_push_dispatch", "force_no_clean_barrier"),
+    ),
+    "select_split_plan": (_STANDALONE, _PLAN),
 }  # fmt: skip
 """What is called besides records: where it is defined, and its parameters."""
 

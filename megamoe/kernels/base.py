@@ -306,7 +306,7 @@ Rule = Callable[[Datasheet, Request, Machine], Iterable[str]]
 def _architecture(sheet: Datasheet, machine: Machine) -> Iterable[str]:
     if machine.capability is None:
         if "any device" not in sheet.features:
-            yield f"needs a CUDA GPU, and {machine.name} has none"
+            yield f"needs a CUDA GPU, and the layer is on {machine.name}"
         return
     if not sheet.architectures:
         return

@@ -52,7 +52,8 @@ class Shape:
 class Case:
     """One row of the table.
 
-    replays: also captured in a CUDA graph, replayed on other inputs. core: part of a short run.
+    replays: also captured in a CUDA graph, replayed on other inputs. clamped: at the shape's limit;
+    else the layer has none. core: part of a short run.
     """
 
     name: str
@@ -61,7 +62,12 @@ class Case:
     placement: Literal["contiguous", "permuted", "uneven", "replicated"] = "contiguous"
     routing: Routing | None = None
     replays: bool = False
+    clamped: bool = True
     core: bool = True
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape that it is judged at."""
+        return shape if self.clamped else replace(shape, limit=None)
 
 
 def full(world: int, capacity: int) -> list[int]:
@@ -115,6 +121,7 @@ CASES: tuple[Case, ...] = (
     Case(name="saturating", counts=some, inputs="saturating"),
     Case(name="outlier", counts=some, inputs="outlier", core=False),
     Case(name="near-cancelling", counts=some, inputs="near-cancelling", core=False),
+    Case(name="no clamp", counts=some, inputs="saturating", clamped=False, core=False),
     Case(name="exact grid", counts=exactly(32), inputs="exact-grid"),
     Case(name="poisoned", counts=some, inputs="poisoned"),
     Case(name="graph replay", counts=uneven, replays=True),
@@ -197,6 +204,7 @@ def run(
 ) -> dict[str, Any]:
     """One case on this rank: prepare (or reuse) the layer, call, repeat, replay, judge."""
     what = case(name)
+    shape = what.shape(shape)
     chosen = next(k for k in KERNELS if k.sheet.name == kernel)
     counts = [min(c, shape.capacity) for c in what.counts(world_size, shape.capacity)]
     phase("inputs")

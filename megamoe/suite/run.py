@@ -39,6 +39,7 @@ def shape_of(kernel: type[Kernel], base: Shape | None = None) -> Shape:
 
 def refused(kernel: type[Kernel], what: Case, shape: Shape, world: int, machine: Machine) -> str:
     """Why a case cannot be run here, in the kernel's own words; empty where it can."""
+    shape = what.shape(shape)
     placement = cases.place(what.placement, shape.num_experts, world)
     request = cases.request_of(shape, placement, kernel, shape.capacity)
     why = list(kernel.objections(request, machine))
@@ -84,7 +85,7 @@ def judge(
         shape=shape,
         name=what.name,
     )
-    return record(outcome, shape, machine)
+    return record(outcome, what.shape(shape), machine)
 
 
 def kernel_named(name: str, kernels: Sequence[type[Kernel]] = KERNELS) -> type[Kernel]:

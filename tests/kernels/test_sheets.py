@@ -81,7 +81,7 @@ def everywhere(machine: Machine) -> tuple[Refusal, ...]:
     return (
         Refusal(
             of="architectures",
-            says="needs a CUDA GPU, and CPU has none",
+            says="needs a CUDA GPU, and the layer is on CPU",
             machine=dataclasses.replace(CPU, **PACKAGES),
         ),
         Refusal(
