@@ -77,15 +77,13 @@ def prepare(
     Raises Unsupported with every kernel's objections where none fits, BadInput for bad arguments,
     RankFailure on every rank where they disagree, or where one of them raised or is gone.
     """
-    ranks = Ranks.of(
-        group,
-        rank=weights.rank,
-        world_size=weights.placement.world_size,
-        timeout=timeout,
-        on_failure=on_failure,
-    )
+    world_size = weights.placement.world_size
+    ranks = Ranks.of(group, world_size=world_size)
     try:
-        with current(weights.device), ranks.step("prepare"):
+        with ranks.step("prepare"), current(weights.device):
+            ranks.fit(
+                rank=weights.rank, world_size=world_size, timeout=timeout, on_failure=on_failure
+            )
             asked = read_settings()
             request = Request.of(
                 weights,

@@ -17,11 +17,11 @@ from torch import Tensor
 from megamoe.errors import MegaMoEError
 from megamoe.problem import TopK
 
-NOT_SAID = -1  # of ``scaled`` and ``max_tokens``, which are None in Python
+Routing = TopK | tuple[Tensor, Tensor]
 
 
 class Layer(Protocol):
-    def run(self, x: Tensor, topk: TopK, max_tokens: int | None, out: Tensor) -> Tensor: ...
+    def run(self, x: Tensor, topk: Routing, max_tokens: int | None, out: Tensor) -> Tensor: ...
 
 
 _NUMBERS = itertools.count()
@@ -34,51 +34,86 @@ def register(layer: Layer) -> int:
     return number
 
 
-def call(number: int, x: Tensor, topk: TopK, max_tokens: int | None, out: Tensor | None) -> Tensor:
-    """What is traced in place of the layer's call."""
-    scaled = NOT_SAID if topk.scaled is None else int(topk.scaled)
-    most = NOT_SAID if max_tokens is None else max_tokens
+def call(
+    number: int, x: Tensor, topk: Routing, max_tokens: int | None, out: Tensor | None
+) -> Tensor:
+    """What is traced in place of the layer's call. A pair is looked at where the layer runs."""
+    ids, weights, scaled = (
+        (*topk, None) if isinstance(topk, tuple) else (topk.ids, topk.weights, topk.scaled)
+    )
     if out is None:
-        y: Tensor = torch.ops.megamoe.forward(x, topk.ids, topk.weights, number, scaled, most)
+        y: Tensor = torch.ops.megamoe.forward(x, ids, weights, number, scaled, max_tokens)
         return y
-    torch.ops.megamoe.forward_out(x, topk.ids, topk.weights, out, number, scaled, most)
+    torch.ops.megamoe.forward_out(x, ids, weights, out, number, scaled, max_tokens)
     return out
 
 
 @torch.library.custom_op("megamoe::forward", mutates_args=())
 def _forward(
-    x: Tensor, ids: Tensor, weights: Tensor, layer: int, scaled: int, max_tokens: int
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    layer: int,
+    scaled: bool | None,
+    max_tokens: int | None,
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _run(x, ids, weights, out, layer, scaled, max_tokens)
 
 
 @_forward.register_fake
-def _(x: Tensor, ids: Tensor, weights: Tensor, layer: int, scaled: int, max_tokens: int) -> Tensor:
+def _(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    layer: int,
+    scaled: bool | None,
+    max_tokens: int | None,
+) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op("megamoe::forward_out", mutates_args=("out",))
 def _forward_out(
-    x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, layer: int, scaled: int, max_tokens: int
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    layer: int,
+    scaled: bool | None,
+    max_tokens: int | None,
 ) -> None:
     _run(x, ids, weights, out, layer, scaled, max_tokens)
 
 
 @_forward_out.register_fake
 def _(
-    x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, layer: int, scaled: int, max_tokens: int
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    layer: int,
+    scaled: bool | None,
+    max_tokens: int | None,
 ) -> None:
     return None
 
 
 def _run(
-    x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, layer: int, scaled: int, max_tokens: int
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    layer: int,
+    scaled: bool | None,
+    max_tokens: int | None,
 ) -> Tensor:
     found = _LAYERS.get(layer)
     if found is None:
         raise MegaMoEError(
             f"layer {layer} of a compiled graph is gone; compile again with a prepared one"
         )
-    topk = TopK(ids=ids, weights=weights, scaled=None if scaled == NOT_SAID else bool(scaled))
-    return found.run(x, topk, None if max_tokens == NOT_SAID else max_tokens, out)
+    topk: Routing = (ids, weights)
+    if scaled is not None:
+        topk = TopK(ids=ids, weights=weights, scaled=scaled)
+    return found.run(x, topk, max_tokens, out)

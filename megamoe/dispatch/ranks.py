@@ -36,32 +36,21 @@ class Ranks:
         self._watchdog = watchdog
         self._counts: Counter[str] = Counter()
         self._gathers = 0
+        self._opened = False  # the watchdog, for this layer
         self._unsettled = False  # this rank's last call was refused before its launch
         self._step = Step(layer=0, phase="start", number=0)
         if watchdog is not None:
             watchdog.layers += 1
             self._layer = watchdog.layers
-            watchdog.open()
 
     @classmethod
-    def of(
-        cls,
-        group: Any,
-        *,
-        rank: int,
-        world_size: int,
-        timeout: float = TIMEOUT,
-        on_failure: OnFailure = "abort",
-    ) -> Ranks:
-        """The ranks of weights loaded for ``rank`` of ``world_size``.
+    def of(cls, group: Any, *, world_size: int) -> Ranks:
+        """The ranks of a group, and a layer's number in it.
 
-        group: a torch.distributed ProcessGroup; None is the default group, where there is more than
-        one rank. Raises BadInput where it does not fit the weights.
+        group: a torch.distributed ProcessGroup; None is the default group, where weights were
+        loaded for more than one rank. Raises BadInput where there is no group to be told of it; all
+        else is looked at in ``fit``.
         """
-        if not timeout > 0:
-            raise bad_input("timeout", timeout, "is not above 0 seconds", "pass seconds to wait")
-        if on_failure not in ("abort", "raise"):
-            raise bad_input("on_failure", repr(on_failure), "is unknown", "use 'abort' or 'raise'")
         if world_size == 1 and group is None:
             return cls()
         import torch.distributed as dist
@@ -73,21 +62,46 @@ class Ranks:
                     "there is none", "call torch.distributed.init_process_group on every rank",
                 )  # fmt: skip
             group = dist.group.WORLD
-        found = dist.get_rank(group), dist.get_world_size(group)
-        if found != (rank, world_size):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
             raise bad_input(
-                "group", f"in which this is rank {found[0]} of {found[1]}",
-                f"does not fit weights loaded for rank {rank} of {world_size}",
-                "pass the expert-parallel group that the weights were loaded for",
-            )  # fmt: skip
-        if world_size == 1:
+                "group", "", "does not hold this process", "pass the one that its weights are for"
+            )
+        if size == 1:
             return cls()
         watchdog = _WATCHDOGS.get(group)
         if watchdog is None:
-            watchdog = Watchdog(connection(_store_of(group)), rank, world_size)
+            watchdog = Watchdog(connection(_store_of(group)), rank, size)
             _WATCHDOGS[group] = watchdog
-        watchdog.timeout, watchdog.on_failure = timeout, on_failure
         return cls(watchdog, group)
+
+    def fit(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: float = TIMEOUT,
+        on_failure: OnFailure = "abort",
+    ) -> None:
+        """Take a layer's bounds, and weights loaded for ``rank`` of ``world_size``; be watched.
+
+        Inside a step: what one rank alone is refused for is told to the others, and the layers'
+        numbers stay the same everywhere. Raises BadInput where the group does not fit the weights.
+        """
+        if not timeout > 0:
+            raise bad_input("timeout", timeout, "is not above 0 seconds", "pass seconds to wait")
+        if on_failure not in ("abort", "raise"):
+            raise bad_input("on_failure", repr(on_failure), "is unknown", "use 'abort' or 'raise'")
+        if (self.rank, self.world_size) != (rank, world_size):
+            raise bad_input(
+                "group", f"in which this is rank {self.rank} of {self.world_size}",
+                f"does not fit weights loaded for rank {rank} of {world_size}",
+                "pass the expert-parallel group that the weights were loaded for",
+            )  # fmt: skip
+        if self._watchdog is not None:
+            self._watchdog.timeout, self._watchdog.on_failure = timeout, on_failure
+            self._watchdog.open()
+            self._opened = True
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -209,7 +223,7 @@ class Ranks:
     def close(self) -> None:
         """The layer needs its group no longer; once."""
         watchdog, self._watchdog = self._watchdog, None
-        if watchdog is not None:
+        if watchdog is not None and self._opened:
             watchdog.close()
 
 

@@ -162,18 +162,24 @@ class PreparedWeights:
         returned where given, apart from x. Raises BadInput before anything is launched; ranks that
         launched without this one then raise RankFailure.
         """
-        if isinstance(topk, tuple):
-            topk = TopK(ids=topk[0], weights=topk[1])
         if torch.compiler.is_compiling():
             return ops.call(self._number, x, topk, max_tokens, out)
         return self.run(x, topk, max_tokens, out)
 
     __call__ = forward
 
-    def run(self, x: Tensor, topk: TopK, max_tokens: int | None, out: Tensor | None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        topk: TopK | tuple[Tensor, Tensor],
+        max_tokens: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
         """What ``forward`` does, outside of what a compiler traces."""
         self._open()
         with current(self.device), self._ranks.step("forward") as call:
+            if isinstance(topk, tuple):  # inside the step: the others are told of a bad one
+                topk = TopK(ids=topk[0], weights=topk[1])
             check_call(x, topk, out, self.request, self.device)
             self._check_capture()
             factor = scaling(topk, self.request.routed_scaling_factor, self.request.scale_at)

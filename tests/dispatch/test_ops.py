@@ -38,13 +38,34 @@ def test_a_compiled_graph_holds_the_call_whole() -> None:
             step(x, wild, topk.weights, out)
 
 
+def test_a_bad_call_is_refused_where_it_runs_and_in_the_same_words() -> None:
+    x, topk = CASE.x(), CASE.topk()
+    with megamoe.prepare(CASE.layer(), max_tokens_per_rank=8, top_k=2) as layer:
+
+        def step(x: Tensor, ids: Tensor, weights: Tensor, most: int | None) -> Tensor:
+            return layer.forward(x, (ids, weights), max_tokens=most)
+
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        same_bits([compiled(x, topk.ids, topk.weights, 6)], step(x, topk.ids, topk.weights, None))
+        for given, words in (
+            ((topk.ids, topk.weights[:, :1], None), "do not match ids of shape"),
+            ((topk.ids.float(), topk.weights, None), "are neither int32 nor int64"),
+            ((topk.ids, topk.weights, -1), "max_tokens -1 is below this rank's 6 tokens"),
+        ):
+            for way in (step, compiled):
+                with pytest.raises(BadInput, match=words):
+                    way(x, *given)
+
+
 def test_the_operators_say_what_they_do() -> None:
     x, topk = CASE.x(), CASE.topk()
     with megamoe.prepare(CASE.layer(), max_tokens_per_rank=8, top_k=2) as layer:
         given = x, topk.ids, topk.weights
-        torch.library.opcheck(torch.ops.megamoe.forward, (*given, layer._number, 0, -1))
+        torch.library.opcheck(torch.ops.megamoe.forward, (*given, layer._number, False, None))
         out = torch.empty_like(x)
-        torch.library.opcheck(torch.ops.megamoe.forward_out, (*given, out, layer._number, 0, -1))
+        torch.library.opcheck(
+            torch.ops.megamoe.forward_out, (*given, out, layer._number, False, None)
+        )
 
 
 def test_a_layer_that_is_gone_is_said() -> None:

@@ -41,7 +41,11 @@ class Group:
         results: list[Any] = [None] * len(self.watchdogs)
 
         def one(rank: int) -> None:
-            ranks = Ranks(self.watchdogs[rank])
+            w = self.watchdogs[rank]
+            ranks = Ranks(w)
+            ranks.fit(
+                rank=rank, world_size=len(results), timeout=w.timeout, on_failure=w.on_failure
+            )
             try:
                 results[rank] = work(ranks, rank)
             except Exception as error:
@@ -483,22 +487,25 @@ def test_a_store_that_is_gone_is_said_to_be() -> None:
 
 
 def test_arguments() -> None:
+    ranks = Ranks()
     with pytest.raises(BadInput, match="timeout 0 is not above 0 seconds"):
-        Ranks.of(None, rank=0, world_size=1, timeout=0)
+        ranks.fit(rank=0, world_size=1, timeout=0)
     with pytest.raises(BadInput, match="timeout nan is not above 0"):
-        Ranks.of(None, rank=0, world_size=1, timeout=float("nan"))
+        ranks.fit(rank=0, world_size=1, timeout=float("nan"))
     with pytest.raises(BadInput, match="on_failure 'ignore' is unknown"):
-        Ranks.of(None, rank=0, world_size=1, on_failure="ignore")  # type: ignore[arg-type]
+        ranks.fit(rank=0, world_size=1, on_failure="ignore")  # type: ignore[arg-type]
     assert not dist.is_initialized()
     with pytest.raises(BadInput, match="default group of 2 ranks, and there is none"):
-        Ranks.of(None, rank=0, world_size=2)
+        Ranks.of(None, world_size=2)
 
 
 def test_a_group_that_does_not_fit_the_weights_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(BadInput, match="rank 0 of 1 does not fit weights loaded for rank 1 of"):
-            Ranks.of(None, rank=1, world_size=2)
-        assert Ranks.of(dist.group.WORLD, rank=0, world_size=1).group is None
+            Ranks.of(None, world_size=2).fit(rank=1, world_size=2)
+        assert Ranks.of(dist.group.WORLD, world_size=1).group is None
+        with pytest.raises(BadInput, match="group does not hold this process"):
+            Ranks.of(dist.GroupMember.NON_GROUP_MEMBER, world_size=2)
     finally:
         dist.destroy_process_group()

@@ -41,13 +41,23 @@ def others_name_it(values: dict[int, tuple[str, str, float]], *words: str) -> No
         assert seconds < BOUND
 
 
-def test_a_rank_that_raises_in_prepare(pool: Pool) -> None:  # K48
-    found, values = outcome(pool, "bad argument in prepare")
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("bad argument", "max_tokens_per_rank 0 is below 1; pass a positive count"),
+        ("bad timeout", "timeout 0.0 is not above 0 seconds; pass seconds to wait"),
+        (
+            "other rank's weights",
+            "group in which this is rank 1 of 4 does not fit weights loaded for rank 0 of 4; pass "
+            "the expert-parallel group that the weights were loaded for",
+        ),
+    ],
+)
+def test_a_rank_that_raises_in_prepare(pool: Pool, how: str, sentence: str) -> None:  # K48
+    found, values = outcome(pool, f"{how} in prepare")
     assert found.status == "done", f"{found}\n{found.log}"
-    assert values[WHO][:2] == (
-        "BadInput", "max_tokens_per_rank 0 is below 1; pass a positive count"
-    )  # fmt: skip
-    others_name_it(values, "raised BadInput: max_tokens_per_rank 0 is below 1", "in prepare #1")
+    assert values[WHO][:2] == ("BadInput", sentence)
+    others_name_it(values, f"raised BadInput: {sentence}", "in prepare #1")
     assert all(seconds < TIMEOUT for _, _, seconds in values.values())  # at once, not at the bound
 
 
@@ -63,12 +73,19 @@ def test_a_fingerprint_that_differs_raises_on_every_rank(pool: Pool) -> None:  #
     assert len(values) == 4
 
 
-def test_a_rank_that_raises_before_its_launch(pool: Pool) -> None:
-    found, values = outcome(pool, "bad tokens in forward")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("bad tokens", "x of shape [1, 31]"),
+        ("bad pair", "topk.weights of shape [1, 1] do not match ids of shape [1, 2]"),
+    ],
+)
+def test_a_rank_that_raises_before_its_launch(pool: Pool, how: str, words: str) -> None:
+    found, values = outcome(pool, f"{how} in forward")
     assert found.status == "done", f"{found}\n{found.log}"
     # `fail` has seen that its next call raises RankFailure: the others have given up.
     assert values[WHO][0] == "BadInput"
-    others_name_it(values, "raised BadInput: x of shape [1, 31]", "in forward #2 of layer 1")
+    others_name_it(values, f"raised BadInput: {words}", "in forward #2 of layer 1")
     assert all(seconds < TIMEOUT for _, _, seconds in values.values())
 
 

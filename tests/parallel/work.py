@@ -101,17 +101,17 @@ def fail(
     """
     group = dist.new_group(list(range(world_size)))
     x, topk = problem.tokens(rank)
-    capacity, weights = 8, problem.weights(rank)
+    capacity, weights, bound = 8, problem.weights(rank), timeout_s
     begun = time.monotonic()
 
     def prepare() -> megamoe.PreparedWeights:
         return megamoe.prepare(
             weights, group, max_tokens_per_rank=capacity, top_k=problem.case.top_k,
-            timeout=timeout_s, on_failure="raise",
+            timeout=bound, on_failure="raise",
         )  # fmt: skip
 
     def misbehave(point: str) -> None:
-        nonlocal begun, x
+        nonlocal begun, x, topk
         begun = time.monotonic()
         if rank != who or not how.endswith(point):
             return
@@ -123,12 +123,18 @@ def fail(
             begun = time.monotonic()
         if how == "bad tokens in forward":
             x = x[:, 1:]
+        if how == "bad pair in forward":
+            topk = topk.ids, topk.weights[:, 1:]
 
     try:
         if rank == who and how == "bad argument in prepare":
             capacity = 0
         if rank == who and how == "other capacity in prepare":
             capacity = 9
+        if rank == who and how == "other rank's weights in prepare":
+            weights = problem.weights(0)
+        if rank == who and how == "bad timeout in prepare":
+            bound = 0.0
         misbehave("before prepare")
         layer = prepare()
         phase("prepared")
@@ -139,6 +145,10 @@ def fail(
         layer.close()
     except Exception as error:
         first = type(error).__name__, str(error), time.monotonic() - begun
+        if how.endswith("in prepare"):  # the mistake mended, nothing is left of it
+            capacity, weights, bound = 8, problem.weights(rank), timeout_s
+            with prepare() as layer:
+                layer.forward(x, topk)
         if how.endswith("in forward"):
             x, topk = problem.tokens(rank)
             # The others have given up on a rank that raised alone, and it learns that.
@@ -158,8 +168,9 @@ def stuck(
     from megamoe.dispatch.ranks import Ranks
 
     watchdog.GRACE = 0.2
-    ranks = Ranks.of(dist.group.WORLD, rank=rank, world_size=world_size, timeout=timeout_s)
+    ranks = Ranks.of(dist.group.WORLD, world_size=world_size)
     with ranks.step("prepare"):
+        ranks.fit(rank=rank, world_size=world_size, timeout=timeout_s)
         ranks.gather("ready", "")
     if rank == 1:
         phase("elsewhere")
