@@ -14,6 +14,7 @@ from megamoe import settings
 from megamoe.checkpoint import load
 from megamoe.dispatch.machine import current, probe
 from megamoe.dispatch.ranks import Ranks
+from megamoe.dispatch.refuse import check_call, check_ids
 from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
 from megamoe.dispatch.startup import Start
@@ -144,7 +145,11 @@ def _top_k(weights: MoEWeights, top_k: int | None) -> int:
     return top_k or routed or 0
 
 
-_PREPARED: weakref.WeakKeyDictionary[MoEWeights, PreparedWeights] = weakref.WeakKeyDictionary()
+Closing = weakref.finalize[[], MoEWeights]
+_PREPARED: weakref.WeakKeyDictionary[MoEWeights, tuple[PreparedWeights, Closing]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of raw weights, the layer behind them and what closes it, at the latest when they are gone."""
 
 
 def forward(
@@ -159,8 +164,8 @@ def forward(
 
     x: BF16 [T, hidden_size], any strides. topk: a TopK, or a plain (ids, weights) where the layer's
     routed_scaling_factor is 1. weights: a prepared layer, or raw MoEWeights on one rank, which are
-    prepared at the first call. max_tokens: the step's greatest T over all ranks. out: written and
-    returned where given.
+    prepared at the first call, and whose calls wait for the device and raise what it flagged.
+    max_tokens: the step's greatest T over all ranks. out: written and returned where given.
 
     Raises BadInput before anything is launched: inputs are untouched and no rank is left waiting.
     """
@@ -172,24 +177,32 @@ def forward(
             "are not prepared, and preparing is collective",
             "call megamoe.prepare on every rank and pass its result",
         )  # fmt: skip
-    return _prepared(x, topk, weights).forward(x, topk, max_tokens=max_tokens, out=out)
-
-
-def _prepared(
-    x: Tensor, topk: TopK | tuple[Tensor, Tensor], weights: MoEWeights
-) -> PreparedWeights:
-    """Raw weights' own prepared layer; grown, in powers of two, when a call brings more tokens."""
     topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
-    needed = max(64, 1 << max(0, x.shape[0] - 1).bit_length())
-    layer = _PREPARED.get(weights)
-    if layer is not None and (
-        layer.request.max_tokens_per_rank < needed or layer.request.top_k != topk.top_k
-    ):
-        layer.close()
-        layer = None
-    if layer is None:
-        layer = prepare(weights, max_tokens_per_rank=needed, top_k=topk.top_k)
-        _PREPARED[weights] = layer
+    layer = _prepared(x, topk, weights, out)
+    y = layer.forward(x, topk, max_tokens=max_tokens, out=out)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        layer.check()  # nobody else has the layer
+    return y
+
+
+def _prepared(x: Tensor, topk: TopK, weights: MoEWeights, out: Tensor | None) -> PreparedWeights:
+    """Raw weights' own prepared layer; grown, in powers of two, when a call brings more tokens."""
+    needed = max(64, 1 << max(0, topk.tokens - 1).bit_length())
+    if (held := _PREPARED.get(weights)) is not None:
+        request = held[0].request
+        if request.max_tokens_per_rank >= needed and request.top_k == topk.top_k:
+            return held[0]
+    # A call that will be refused costs no layer.
+    request = Request.of(weights, top_k=topk.top_k, max_tokens_per_rank=needed)
+    check_call(x, topk, out, request, weights.device)
+    check_ids(topk.ids, request.num_experts)
+    if held is not None:
+        del _PREPARED[weights]
+        held[1]()
+    layer = prepare(weights, max_tokens_per_rank=needed, top_k=topk.top_k)
+    closing = weakref.finalize(weights, layer.close)
+    closing.atexit = False
+    _PREPARED[weights] = layer, closing
     return layer
 
 
