@@ -145,10 +145,9 @@ def _top_k(weights: MoEWeights, top_k: int | None) -> int:
     return top_k or routed or 0
 
 
-Closing = weakref.finalize[[], MoEWeights]
-_PREPARED: weakref.WeakKeyDictionary[MoEWeights, tuple[PreparedWeights, Closing]] = (
-    weakref.WeakKeyDictionary()
-)
+_PREPARED: weakref.WeakKeyDictionary[
+    MoEWeights, tuple[PreparedWeights, weakref.finalize[[], MoEWeights]]
+] = weakref.WeakKeyDictionary()
 """Of raw weights, the layer behind them and what closes it, at the latest when they are gone."""
 
 

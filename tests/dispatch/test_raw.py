@@ -57,7 +57,7 @@ def test_a_bad_call_leaves_the_layer_as_it_was(grown: bool) -> None:
         with pytest.raises(BadInput, match=words):
             megamoe.forward(*given, weights)
         assert api._PREPARED.get(weights) is before
-    with pytest.raises(BadInput, match="out of torch.float32"):
+    with pytest.raises(BadInput, match=r"out of torch\.float32"):
         megamoe.forward(x, topk, weights, out=torch.empty(100, 40))
     assert api._PREPARED.get(weights) is before
     same_bits([megamoe.forward(FEW.x(), FEW.topk(), weights)], wanted(FEW))
