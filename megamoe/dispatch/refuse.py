@@ -48,11 +48,14 @@ def check_call(
         raise bad_input(
             "out", f"of strides {out.stride()}", "is not contiguous", "pass one that is"
         )
-    if out is not None and overlap(x, out):
-        raise bad_input(
-            "out", "", "shares memory with x, which is read after out is written",
-            "pass another tensor",
-        )  # fmt: skip
+    if out is None:
+        return
+    for name, read in (("x", x), ("topk.ids", topk.ids), ("topk.weights", topk.weights)):
+        if overlap(read, out):
+            raise bad_input(
+                "out", "", f"shares memory with {name}, which is read after out is written",
+                "pass another tensor",
+            )  # fmt: skip
 
 
 def check_ids(ids: Tensor, experts: int) -> None:
@@ -98,16 +101,17 @@ def check_update(weights: MoEWeights, before: Request, rank: int, device: torch.
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share bytes, by the range that each one's strides span."""
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
     (low, high), (start, stop) = _span(a), _span(b)
     return low < stop and start < high
 
 
 def _span(t: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor reaches, [first, past the last)."""
-    if t.numel() == 0:
+    """The addresses that a tensor reaches, [first, past the last): two storages may be one memory.
+
+    A tensor without values has no address.
+    """
+    first = t.data_ptr()
+    if first == 0 or t.numel() == 0:
         return 0, 0
     reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    first = int(t.storage_offset()) * t.element_size()
     return first, first + (int(reach) + 1) * t.element_size()

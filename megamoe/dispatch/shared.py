@@ -53,8 +53,10 @@ class SharedFFN:
                 terms(m) if m.dtype == torch.float32 else m for m in (self.w13, self.w2)
             )
         self.wide = torch.float32 if on_gpu else torch.float64
-        self.b13 = None if weights.b13 is None else weights.b13[0].to(torch.float32)
-        self.b2 = None if weights.b2 is None else weights.b2[0].to(torch.float32)
+        self.b13, self.b2 = (
+            None if bias is None else bias[0].to(torch.float32, copy=True)
+            for bias in (weights.b13, weights.b2)
+        )
         self.stream = torch.cuda.Stream(weights.device) if on_gpu else None
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:

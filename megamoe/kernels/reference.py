@@ -74,7 +74,7 @@ class Reference(PlainKernel):
         fresh = _owned(weights)
 
         def write() -> None:
-            self.weights = fresh
+            self.weights = replace(self.weights, experts=fresh.experts, placement=fresh.placement)
 
         return write
 
@@ -88,5 +88,8 @@ class ReferenceWorkspace(PlainWorkspace):
 
 
 def _owned(weights: MoEWeights) -> MoEWeights:
-    """With experts of its own: the caller may load others into the tensors it passed."""
-    return replace(weights, experts=owned(weights.experts, weights.experts))
+    """Without a byte of the caller's, who may load others into the tensors it passed."""
+    shared = weights.shared
+    if shared is not None:
+        shared = replace(shared, weights=owned(shared.weights, shared.weights))
+    return replace(weights, experts=owned(weights.experts, weights.experts), shared=shared)

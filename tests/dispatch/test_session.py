@@ -241,6 +241,15 @@ def ids_of(*rows: list[int]) -> TopK:
     return TopK(ids=ids, weights=torch.ones(ids.shape))
 
 
+def over(ready: PreparedWeights, part: Tensor) -> Tensor:
+    """A call whose out begins in a tensor of its own routing."""
+    room = torch.empty(part.nbytes + X.nbytes, dtype=torch.uint8)
+    held = room[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+    out = room[: X.nbytes].view(X.dtype).view(X.shape)
+    ids, weights = (held if t is part else t for t in (GOOD.ids, GOOD.weights))
+    return ready(X, TopK(ids=ids, weights=weights), out=out)
+
+
 X = CASE.x()
 GOOD = CASE.topk()
 REFUSED: list[tuple[Callable[[PreparedWeights], Any], str]] = [
@@ -284,6 +293,19 @@ REFUSED: list[tuple[Callable[[PreparedWeights], Any], str]] = [
         lambda r: r(X, GOOD, out=X),
         "out shares memory with x, which is read after out is written; pass another tensor",
     ),
+    (
+        lambda r: r(X, GOOD, out=torch.from_dlpack(X)),
+        "out shares memory with x, which is read after out is written; pass another tensor",
+    ),
+    (
+        lambda r: over(r, GOOD.ids),
+        "out shares memory with topk.ids, which is read after out is written; pass another tensor",
+    ),
+    (
+        lambda r: over(r, GOOD.weights),
+        "out shares memory with topk.weights, which is read after out is written; pass another "
+        "tensor",
+    ),
 ]
 
 
@@ -307,6 +329,9 @@ def test_tensors_that_share_memory() -> None:
     assert not overlap(whole[:3], whole[3:])
     assert not overlap(whole[:0], whole)
     assert not overlap(whole, whole.clone())
+    assert overlap(whole[:3], torch.from_dlpack(whole[2:]))  # a storage of its own
+    assert not overlap(whole[:3], torch.from_dlpack(whole[3:]))
+    assert not overlap(whole.to("meta"), whole.to("meta"))  # without an address
 
 
 def test_prepare_refuses_in_words() -> None:
@@ -322,6 +347,28 @@ def test_prepare_refuses_in_words() -> None:
     part = share(weights, Placement.contiguous(4, 2), 1)
     with pytest.raises(BadInput, match="preparing is collective"):
         megamoe.forward(X, GOOD, part)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "torch_grouped"])
+def test_an_exchange_leaves_the_shared_expert_and_none_of_its_bytes_are_the_callers(
+    kernel: str,
+) -> None:
+    case = dataclasses.replace(CASE, bias=True)
+    old, new, kept = (dataclasses.replace(case, seed=seed).layer() for seed in (1, 9, 1))
+    assert old.shared is not None
+    assert kept.shared is not None
+    assert old.shared.weights.b13 is not None
+    with megamoe.prepare(
+        old, max_tokens_per_rank=8, top_k=2, kernel=kernel, most_replicas=1
+    ) as ready:
+        recipe = ready.decision.recipe
+        for tensor in (*old.shared.weights.tensors, *old.experts.tensors):
+            tensor.zero_()
+        for weights in (kept, new):
+            if weights is new:
+                ready.update(new)
+            weights = dataclasses.replace(weights, shared=kept.shared)
+            same_bits([ready(X, GOOD)], layer(X, GOOD, weights, Emulated(recipe)))
 
 
 # --- its life -------------------------------------------------------------------------------------
