@@ -73,6 +73,7 @@ class Ranks:
         if watchdog is None:
             watchdog = Watchdog(connection(_store_of(group)), rank, size)
             _WATCHDOGS[group] = watchdog
+            weakref.finalize(group, watchdog.end)
         return cls(watchdog, group)
 
     def fit(

@@ -7,7 +7,6 @@ them, and reads the other ranks' only while this one waits.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -25,6 +24,11 @@ TIMEOUT = 600.0  # seconds: one rank may compile for minutes while the others wa
 LOST = 30.0  # seconds without a sign of life after which a process is taken for dead
 GRACE = 5.0  # seconds for a call that can still raise, before the process is aborted
 LOOK = 15.0  # seconds between two looks at the others while no call waits
+
+
+State = Literal["beating", "resting", "ended"]
+"""Of a process: resting while it has no layer, when its signs stop and say nothing of its health;
+ended once it, or its group, is gone."""
 
 
 class Step(NamedTuple):
@@ -52,7 +56,7 @@ class Sign:
     text: str
     launched: int = 0
     where: str = "nowhere"
-    ended: bool = False
+    state: State = "beating"
     seen: float = 0.0
 
 
@@ -154,10 +158,13 @@ class Watchdog:
         behind = behind if missing is None else list(missing)
         for rank in peers:
             sign = signs.get(rank)
-            if sign is None or not (sign.ended or now - sign.seen > self.lost):
+            if sign is None or sign.state == "resting":
+                continue
+            ended = sign.state == "ended"
+            if not ended and now - sign.seen <= self.lost:
                 continue
             if rank in behind or (inside and waited > self.lost):
-                how = "has ended" if sign.ended else f"died: no sign of life for {self.lost:g} s"
+                how = "has ended" if ended else f"died: no sign of life for {self.lost:g} s"
                 return f"rank {rank} {how}; it was last in {sign.where}, and {step} waits for it"
         if waited <= self.timeout:
             return None
@@ -178,9 +185,9 @@ class Watchdog:
                 continue
             text = self.store.get(key).decode()
             if rank not in self._signs or self._signs[rank].text != text:
-                _, launched, where, ended = json.loads(text)
+                _, launched, where, state = json.loads(text)
                 self._signs[rank] = Sign(
-                    text=text, launched=launched, where=where, ended=ended, seen=now
+                    text=text, launched=launched, where=where, state=state, seen=now
                 )
         return self._signs
 
@@ -196,22 +203,24 @@ class Watchdog:
                 target=self._run, args=(self._stop,), name="megamoe-watchdog", daemon=True
             )
             self._thread.start()
-            atexit.register(self.end)
 
     def close(self) -> None:
         """One layer fewer; the last stops the thread."""
         self._open -= 1
         if self._open == 0 and self._thread is not None:
-            atexit.unregister(self.end)
             self._halt()
+            self._say("resting")
 
     def end(self) -> None:
-        """At the interpreter's exit: the others must not wait for a sign of life."""
+        """The group, or the interpreter, goes: the others must not wait for a sign of life."""
         self._halt()
+        self._say("ended")
+
+    def _say(self, state: State) -> None:
         try:
-            self.publish(ended=True)
+            self.publish(state)
         except RuntimeError:
-            return
+            return  # no store is left to tell it
 
     def _halt(self) -> None:
         thread, self._thread = self._thread, None
@@ -219,11 +228,11 @@ class Watchdog:
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
 
-    def publish(self, *, ended: bool = False) -> None:
+    def publish(self, state: State = "beating") -> None:
         self._beats += 1
         where = self._where
         prefix = "after " if isinstance(where, Step) and where not in self._inside else ""
-        sign = [self._beats, self.launched, f"{prefix}{where}", ended]
+        sign = [self._beats, self.launched, f"{prefix}{where}", state]
         self.store.set(f"life/{self.rank}", json.dumps(sign))
 
     def _run(self, stop: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -300,6 +301,62 @@ def test_a_process_that_ends_is_named_at_once() -> None:
 
     text = failures(group.run(work), [0]).pop()
     assert "rank 1 has ended; it was last in after prepare #1 of layer 1" in text
+
+
+@pytest.mark.parametrize("fate", ["comes late", "ends"])
+def test_a_rank_between_two_layers_is_waited_for_unless_its_process_ends(
+    fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It beats no more after its last layer, and its last sign of life is none of death."""
+    monkeypatch.setattr(watchdogs, "LOST", SHORT)
+    group = Group(2)
+    group.run(lambda ranks, rank: prepare(ranks))
+
+    def again(ranks: Ranks, rank: int) -> str:
+        prepare(ranks)
+        return "fine"
+
+    def alone(rank: int) -> Any:
+        return group.run(again, absent=(1 - rank,))[rank]
+
+    if fate == "ends":
+        group.watchdogs[1].end()
+        text = failures([alone(0)], [0]).pop()
+        assert "rank 1 has ended; it was last in after prepare #1 of layer 1" in text
+        return
+    found: list[Any] = []
+    fast = threading.Thread(target=lambda: found.append(alone(0)))
+    fast.start()
+    time.sleep(3 * SHORT)
+    assert alone(1) == "fine"
+    fast.join(10)
+    assert found == ["fine"]
+
+
+def test_a_rank_whose_group_goes_after_its_last_layer_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Handle:
+        """A process group's."""
+
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr("megamoe.dispatch.ranks._store_of", lambda group: store)
+
+    def state() -> str:
+        other = Watchdog(connection(store), 1, 2)
+        return other._look(time.monotonic())[0].state
+
+    group = Handle()
+    ranks = Ranks.of(group, world_size=2)
+    ranks.fit(rank=0, world_size=2)
+    assert state() == "beating"
+    ranks.close()
+    assert state() == "resting"
+    del ranks, group
+    gc.collect()
+    assert state() == "ended"
 
 
 def test_a_call_whose_device_does_not_return_says_so() -> None:
