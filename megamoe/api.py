@@ -13,6 +13,7 @@ from torch import Tensor
 from megamoe import settings
 from megamoe.checkpoint import load
 from megamoe.dispatch.machine import current, probe
+from megamoe.dispatch.modes import lasting
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.refuse import check_call, check_ids
 from megamoe.dispatch.select import KERNELS, Decision, select
@@ -81,7 +82,7 @@ def prepare(
     world_size = weights.placement.world_size
     ranks = Ranks.of(group, world_size=world_size)
     try:
-        with ranks.step("prepare"), current(weights.device):
+        with ranks.step("prepare"), current(weights.device), lasting():
             ranks.fit(
                 rank=weights.rank, world_size=world_size, timeout=timeout, on_failure=on_failure
             )

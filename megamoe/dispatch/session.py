@@ -11,6 +11,7 @@ from torch import Tensor
 from megamoe.dispatch import ops
 from megamoe.dispatch.fingerprint import fingerprint, short
 from megamoe.dispatch.machine import current
+from megamoe.dispatch.modes import lasting
 from megamoe.dispatch.placement import padded, physical, replicas
 from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.refuse import check_call, check_ids, check_update
@@ -279,7 +280,7 @@ class PreparedWeights:
     def warmup(self) -> None:
         """Compile and allocate all that ``forward`` needs; collective."""
         self._open()
-        with current(self.device), self._ranks.step("warmup") as call:
+        with current(self.device), lasting(), self._ranks.step("warmup") as call:
             call.launch(self.device)
             for space in self._spaces:
                 for tokens in space.compiles():
@@ -313,7 +314,7 @@ class PreparedWeights:
         the kernel cannot exchange its experts in place.
         """
         kernel = self._open()
-        with current(self.device), self._ranks.step("update") as call:
+        with current(self.device), lasting(), self._ranks.step("update") as call:
             if self._watch is not None:
                 raise bad_input(
                     "layer", "", "has its calls judged against the experts as they were loaded "
