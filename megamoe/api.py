@@ -18,7 +18,7 @@ from megamoe.dispatch.ranks import Ranks
 from megamoe.dispatch.refuse import check_call, check_ids
 from megamoe.dispatch.select import KERNELS, Decision, select
 from megamoe.dispatch.session import PreparedWeights
-from megamoe.dispatch.startup import Start
+from megamoe.dispatch.startup import Start, check_options
 from megamoe.dispatch.tuning import Mode
 from megamoe.dispatch.watchdog import TIMEOUT, OnFailure
 from megamoe.dispatch.workspaces import ascending
@@ -103,7 +103,7 @@ def prepare(
                 cache_dir=asked.cache_dir,
                 samples=samples,
                 most_replicas=most_replicas,
-                options=options or {},
+                options=_options(decision, kernel, asked, options or {}),
             )
             return PreparedWeights(weights, decision, ranks, watch, start)
     except BaseException:
@@ -121,7 +121,9 @@ def decide(
 ) -> Decision:
     """The decision, with what the environment asks for: a pinned kernel, or the reference."""
     machine = probe(device, ranks_per_gpu=ranks_per_gpu)
-    only = asked.kernel or (None if kernel == "auto" else kernel)
+    _known("kernel", kernel)
+    name = kernel if asked.kernel is None else _known("MEGAMOE_KERNEL", asked.kernel)
+    only = None if name == "auto" else name
     if asked.force_reference == "off":
         return select(request, machine, KERNELS, only)
     recipe = family_recipe(request.weight_at)
@@ -130,6 +132,29 @@ def decide(
     forced = select(request, machine, KERNELS, "reference")
 
     return dataclasses.replace(forced, recipe=recipe)
+
+
+def _known(subject: str, name: str) -> str:
+    names = ["auto", *(kernel.sheet.name for kernel in KERNELS)]
+    if name not in names:
+        raise bad_input(subject, repr(name), "is unknown", f"use one of {', '.join(names)}")
+    return name
+
+
+def _options(
+    decision: Decision, kernel: str, asked: settings.Settings, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The caller's options, where its own choice of kernel stands.
+
+    Those of one that the environment replaced are looked at by its sheet, and reach no other.
+    """
+    stands = asked.kernel is None and asked.force_reference == "off"
+    if stands or decision.name == kernel:
+        return options
+    for named in KERNELS:
+        if named.sheet.name == kernel:
+            check_options(options, named.sheet)
+    return {}
 
 
 def read_settings() -> settings.Settings:

@@ -339,7 +339,7 @@ def test_prepare_refuses_in_words() -> None:
     for more, error, sentence in (
         ({"top_k": None}, BadInput, "top_k None is unknown: the weights carry no router"),
         ({"max_tokens_per_rank": 0}, BadInput, "max_tokens_per_rank 0 is below 1"),
-        ({"kernel": "fastest"}, BadInput, "kernel 'fastest' is unknown; use one of"),
+        ({"kernel": "fastest"}, BadInput, "kernel 'fastest' is unknown; use one of auto, sm90_"),
         ({"kernel": "sm90_pull_bf16"}, Unsupported, "needs a CUDA GPU"),
     ):
         with pytest.raises(error, match=sentence):
@@ -420,6 +420,43 @@ def test_forced_reference_and_what_it_stands_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MEGAMOE_FORCE_REFERENCE", "yes")
     with pytest.raises(BadInput, match="is not one of 0, 1, emulate"):
         prepared()
+
+
+NVFP4_KERNEL = {"kernel": "sm90_standalone_nvfp4", "options": {"family": "split"}}
+
+
+@pytest.mark.parametrize("name", ["MEGAMOE_FORCE_REFERENCE", "MEGAMOE_KERNEL"])
+def test_options_of_a_kernel_that_the_environment_replaced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are judged by the kernel that the caller named, and none reaches the other."""
+    monkeypatch.setenv(name, "1" if name.endswith("REFERENCE") else "reference")
+    with prepared(**NVFP4_KERNEL) as ready:
+        assert ready.decision.name == "reference"
+        same_bits([ready(X, GOOD)], truth())
+    with prepared(options={"family": "split"}) as ready:  # of whichever kernel was to be chosen
+        assert ready.decision.name == "reference"
+    with pytest.raises(BadInput, match="option 'colour' is unknown to sm90_standalone_nvfp4"):
+        prepared(kernel="sm90_standalone_nvfp4", options={"colour": "split"})
+    with pytest.raises(BadInput, match="option 'family' is unknown to reference"):
+        prepared(kernel="reference", options={"family": "split"})
+
+
+def test_a_kernel_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_KERNEL", "auto")
+    with prepared(kernel="torch_grouped") as ready:
+        assert (ready.decision.name, ready.decision.named) == ("reference", False)
+    for forced in ("0", "1", "emulate"):
+        monkeypatch.setenv("MEGAMOE_FORCE_REFERENCE", forced)
+        monkeypatch.setenv("MEGAMOE_KERNEL", "typo")
+        with pytest.raises(BadInput) as caught:
+            prepared()
+        assert str(caught.value).startswith(
+            "MEGAMOE_KERNEL 'typo' is unknown; use one of auto, sm90_"
+        )
+        monkeypatch.delenv("MEGAMOE_KERNEL")
+        with pytest.raises(BadInput, match="kernel 'typo' is unknown; use one of auto, sm90_"):
+            prepared(kernel="typo")
 
 
 def test_a_warm_up_does_not_run_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
