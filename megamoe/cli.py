@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,20 +34,78 @@ from megamoe.reference.router import logits as exact_logits
 from megamoe.suite import bench, results, run, soak, timing
 from megamoe.suite.cases import CASES, Shape, case
 
-say = Console(highlight=False, soft_wrap=True, markup=False).print
+DEMO_TOKENS = 1 << 14  # more would show no more, and at some count no machine has the memory
+
+
+class Terminal(Console):
+    """Standard output; that its reader left is for `main` to say, where rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+say = Terminal(highlight=False, soft_wrap=True, markup=False).print
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; errors are one line on standard error, with a traceback only if asked."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    """Run one command; errors are one line on standard error, with a traceback only if asked.
+
+    Returns 2 for an error, and what a shell says of these signals: 130 when interrupted, 141 where
+    the reader of standard output left.
+    """
+    args = argparse.Namespace(command="", traceback=False)
     try:
-        return int(args.run(args) or 0)
-    except MegaMoEError as error:
+        with _signals_unwind():
+            try:
+                _parser().parse_args(arguments, args)
+                return int(args.run(args) or 0)
+            finally:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _ended(args, "interrupted", 130)
+    except BrokenPipeError:
+        _drop_output()
+        return 141
+    except (MegaMoEError, OSError) as error:
+        if isinstance(error, OSError):
+            _drop_output()
         if args.traceback:
             raise
-        print(f"megamoe {args.command}: {error}", file=sys.stderr)
-        return 2
+        return _ended(args, str(error), 2)
+
+
+def _ended(args: argparse.Namespace, why: str, code: int) -> int:
+    print(f"{' '.join(('megamoe', args.command)).strip()}: {why}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Let signals that end a process unwind it, so that rank processes and folders go with it."""
+
+    def unwind(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    ours = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGHUP")]
+    ours = [s for s in ours if signal.getsignal(s) is signal.SIG_DFL]  # under nohup one is ignored
+    if threading.current_thread() is not threading.main_thread():
+        ours = []  # only the main thread may
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere: the interpreter would fail on it again at its end."""
+    with contextlib.suppress(OSError):  # not a file of the system's: nothing is left in it
+        descriptor = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,9 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--checkpoint", type=Path, help="a checkpoint directory (default: a small one)"
     )
-    demo.add_argument("--layer", type=int, default=0)
+    demo.add_argument("--layer", type=_layer, default=0, help="a number, or mtp.N")
     demo.add_argument("--tokens", type=int, default=64)
-    demo.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    demo.add_argument("--device", default=_here())
     demo.set_defaults(run=_demo)
 
     check = commands.add_parser("doctor", help="what this machine has and lacks, with remedies")
@@ -114,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     why = commands.add_parser("explain", help="which kernel, and why not the others")
     why.add_argument("model", nargs="?", help=f"one of {', '.join(MODELS)}")
     why.add_argument("--checkpoint", type=Path, help="a checkpoint directory instead of a model")
-    why.add_argument("--layer", type=int, default=0)
+    why.add_argument("--layer", type=_layer, default=0, help="a number, or mtp.N")
     why.add_argument("--format", help="of the weights, where the model is published in several")
     why.add_argument("--machine", choices=[*MACHINES, "here"], default="here")
     why.add_argument("--world-size", type=int, default=1, metavar="N")
@@ -134,7 +196,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _layer(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _here() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _demo(args: argparse.Namespace) -> int:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ["cpu", *(["cuda"] if count else []), *(f"cuda:{n}" for n in range(count))]
+    if args.device not in devices:
+        remedy = f"use one of {', '.join(devices)}"
+        raise bad_input("--device", repr(args.device), "is not on this machine", remedy)
+    if args.tokens < 0:
+        raise bad_input("--tokens", args.tokens, "is below 0", "pass a count")
+    if args.tokens > DEMO_TOKENS:
+        raise bad_input("--tokens", args.tokens, f"is above {DEMO_TOKENS}", "pass a smaller count")
     if args.checkpoint is not None:
         return _run_layer(args, args.checkpoint)
     with tempfile.TemporaryDirectory(prefix="megamoe-demo-") as folder:
@@ -146,8 +228,6 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _run_layer(args: argparse.Namespace, path: Path) -> int:
-    if args.tokens < 0:
-        raise bad_input("--tokens", args.tokens, "is below 0", "pass a count")
     weights = megamoe.load(path, args.layer, device=args.device)
     if weights.router is None:
         raise bad_input("layer", args.layer, "has no router", "choose a layer that has one")
@@ -185,13 +265,12 @@ def _doctor(args: argparse.Namespace) -> int:
         root = upgrade.installed_root()
         say(upgrade.report(root, installed("flashinfer")))
         return 1 if root is None or upgrade.changes(root) else 0
-    say(doctor.report(probe("cuda" if torch.cuda.is_available() else "cpu")))
+    say(doctor.report(probe(_here())))
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = run.machine_for(args.world_size, device)
+    machine = run.machine_for(args.world_size, _here())
     kernels = _kernels(args.kernel or [k.sheet.name for k in KERNELS])
     verdicts: list[bool] = []
     for kernel in kernels if args.results is not None else ():
@@ -205,7 +284,8 @@ def _check(args: argparse.Namespace) -> int:
             verdicts.append(_soak(args, kernel, shape, machine))
         else:
             verdicts += _cases(args, kernel, shape, machine)
-    kind = "cases" if args.soak is None else "walks"
+    kind = "case" if args.soak is None else "walk"
+    kind += "" if len(verdicts) == 1 else "s"
     say(f"{len(verdicts)} {kind} judged on {machine.name}, {verdicts.count(False)} failed")
     if not verdicts:
         raise MegaMoEError("no kernel could be run here: nothing was judged")
@@ -283,12 +363,11 @@ def _bench(args: argparse.Namespace) -> int:
         seconds=args.seconds_per_config,
         timeout=args.timeout,
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = run.machine_for(args.world_size, device)
+    machine = run.machine_for(args.world_size, _here())
     document = bench.bench(plan, machine, file=args.json, tell=say)
     if not bench.anything_timed(document):
         raise MegaMoEError("no configuration could be timed here")
-    wide = Console(highlight=False, width=max(190, Console().width))
+    wide = Terminal(highlight=False, width=max(190, Console().width))
     wide.print(bench.table(document))
     if (by_workspace := bench.workspaces(document)) is not None:
         wide.print(by_workspace)
@@ -344,7 +423,7 @@ def _takers(request: Request) -> list[str]:
 def _machine(args: argparse.Namespace) -> Machine:
     if args.machine != "here":
         return MACHINES[args.machine]
-    return probe("cuda" if torch.cuda.is_available() else "cpu")
+    return probe(_here())
 
 
 def _request(args: argparse.Namespace) -> Request:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megamoe.checkpoint import write_demo
 from megamoe.cli import main
@@ -65,6 +72,124 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_traceback_only_if_asked() -> None:
     with pytest.raises(ValueError, match="is unknown"):
         main(["--traceback", "explain", "no-such-model"])
+
+
+def interrupt(*_: object) -> str:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamoe.dispatch.doctor.report", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "megamoe doctor: interrupted\n"
+
+
+COMMAND = (sys.executable, "-m", "megamoe.cli")
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+"""argparse swallows its own writes' failures, but never the buffer's."""
+
+
+@pytest.mark.parametrize("command", ["explain --table", "explain deepseek-v3", "--help"])
+def test_a_reader_that_leaves_ends_it_quietly(command: str) -> None:
+    gone, out = os.pipe()
+    os.close(gone)
+    ended = subprocess.run(
+        [*COMMAND, *command.split()], stdout=out, stderr=subprocess.PIPE, env=BUFFERED
+    )
+    os.close(out)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", ["explain --table", "doctor", "--version"])
+def test_a_full_disk_is_one_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*COMMAND, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True,
+            env=BUFFERED,
+        )  # fmt: skip
+    assert ended.returncode == 2
+    assert "No space left" in ended.stderr
+    assert len(ended.stderr.strip().split("\n")) == 1
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes(numbers: list[str]) -> list[str]:
+    return [number for number in numbers if Path("/proc", number).exists()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_no_folders_and_no_ranks(name: str, tmp_path: Path) -> None:
+    number = signal.Signals[name]
+    ended = subprocess.Popen(
+        [*COMMAND, "check", "--kernel", "reference"], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    until(lambda: list(tmp_path.glob("megamoe-pool-*/rank0.log")))
+    children = Path(f"/proc/{ended.pid}/task/{ended.pid}/children").read_text().split()
+    assert processes(children)
+    ended.send_signal(number)
+    _, said = ended.communicate(timeout=60)
+    assert ended.returncode == 128 + number
+    assert "Traceback" not in said
+    assert list(tmp_path.glob("megamoe-pool-*")) == []
+    until(lambda: not processes(children))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "foo", "meta", "cpu:1:2"])
+def test_a_device_that_is_not_here_is_refused(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refused(capsys, "demo", "--device", device)
+    assert said == f"megamoe demo: --device '{device}' is not on this machine; use one of cpu\n"
+
+
+def test_a_demo_of_too_many_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--tokens 99999999999 is above" in refused(capsys, "demo", "--tokens", "99999999999")
+
+
+def test_a_prediction_stage_is_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_demo(tmp_path / "c"))
+    for command in ("demo", "explain"):
+        said = refused(capsys, command, "--checkpoint", path, "--layer", "mtp.0")
+        assert "layer" in said
+        assert "mtp.0" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("check --kernel reference --soak 2 --soak-from -3", "--soak-from -3 is below"),
+        ("check --kernel reference --soak 0", "--soak 0 is below 1 step"),
+        ("bench --timeout -5", "--timeout -5.0 is"),
+        ("bench --timeout 0", "--timeout 0.0 is"),
+        ("bench --timeout nan", "--timeout nan is"),
+        ("bench --seconds-per-config nan", "--seconds-per-config nan is"),
+        ("bench --seconds-per-config -1", "--seconds-per-config -1.0 is"),
+        ("bench --seconds-per-config inf", "--seconds-per-config inf is"),
+        ("bench --experts 0", "--experts 0 is below 1"),
+        ("bench --experts -1", "--experts -1 is below 1"),
+        ("bench --experts 4 --top-k 5 --routing random", "--top-k 5 is above 4 experts"),
+    ],
+)
+def test_arguments_out_of_range_are_named_before_any_work(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.strip().split("\n")) == 1
 
 
 @pytest.mark.parametrize("machine", ["h200", "h20", "sm120"])

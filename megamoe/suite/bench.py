@@ -6,6 +6,7 @@ A record is written as soon as its configuration ends, whatever becomes of the n
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -76,6 +77,15 @@ class Plan:
     timeout: float = run.FIRST_S
 
     def __post_init__(self) -> None:
+        experts, top_k = self.shape.num_experts, self.shape.top_k
+        if experts < 1:
+            raise bad_input("--experts", experts, "is below 1", "pass a count")
+        if self.routing == "random" and top_k > experts:
+            raise bad_input("--top-k", top_k, f"is above {experts} experts", "pass a smaller one")
+        if not 0 <= self.seconds < math.inf:
+            raise bad_input("--seconds-per-config", self.seconds, "is no time", "pass seconds")
+        if not 0 < self.timeout < math.inf:
+            raise bad_input("--timeout", self.timeout, "is no time to wait", "pass seconds")
         if self.workspaces and self.capacity is not None:
             raise bad_input("--capacity", self.capacity, "is beside --workspaces", "pass only one")
         for workspace in self.workspaces:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 Phase = Callable[[str], None]
@@ -98,7 +99,12 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """An interrupt does not wait for ranks that are at work."""
+        if error is not None and not isinstance(error, Exception):
+            self._kill()
         self.close()
 
     def _start(self) -> Outcome:

@@ -49,6 +49,8 @@ def soak(
     """The steps of a seed's walk, as one record; it ends early after a task in which one failed."""
     if steps < 1:
         raise bad_input("--soak", steps, "is below 1 step", "pass a count")
+    if first < 0:
+        raise bad_input("--soak-from", first, "is below step 0", "pass a step's number")
     parts: list[Entry] = []
     entry: Entry = {}
     at = first

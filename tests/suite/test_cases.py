@@ -90,5 +90,5 @@ def test_a_refused_case_is_said_and_the_others_are_judged(
     said = capsys.readouterr().out
     assert "reference, duplicates: not run: cannot" in said
     assert "reference, idle rank: passed" in said
-    assert "1 cases judged" in said
+    assert "1 case judged" in said
     assert results.load(tmp_path)["reference", 1].keys() == {"idle rank"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +85,20 @@ def test_a_rank_that_dies_between_two_tasks_is_named_and_the_next_task_runs(who:
         assert (outcome.status, outcome.rank) == ("died", who)
         assert "exit code -9" in outcome.message
         assert not set(pool.run(name, timeout=60).values.values()) & set(first.values())
+
+
+def test_an_interrupt_does_not_wait_for_busy_ranks() -> None:
+    def interrupted() -> None:
+        with Pool(2, setup=setup) as pool:
+            pool.run(name, timeout=60)
+            threading.Timer(0.5, _thread.interrupt_main).start()
+            begun.append(time.monotonic())
+            pool.run(misbehave, timeout=60, who=0, how="hung")
+
+    begun: list[float] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - begun[0] < 8
 
 
 def test_a_set_up_that_fails_is_an_outcome() -> None:
