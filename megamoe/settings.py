@@ -47,7 +47,8 @@ class Settings:
     """Where a failing call leaves its replay bundle. Neither created nor looked at here."""
 
     kernel: str | None = None
-    """Name of the only kernel that may be chosen. Whether it exists is the dispatcher's to say."""
+    """Name of the only kernel that may be chosen, whatever the caller named; `auto` lets the order
+    of preference choose. Whether it exists is the dispatcher's to say."""
 
     tuning: Tuning = "workspaces"
     """What start-up may do: `on` measures what the cache lacks, kernels' tactics (minutes) and

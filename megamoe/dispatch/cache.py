@@ -116,6 +116,8 @@ class Cache:
         path = self.folder / key.file
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
+            value = held.get("value") if isinstance(held, dict) else None
+            found = digest(value)  # refuses numbers that are none, which a file may hold
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -124,8 +126,7 @@ class Cache:
         if not isinstance(held, dict) or held.get("key") != key.to_json():
             _ignored(path, "is not of this machine and layer")
             return None
-        value = held.get("value")
-        if not isinstance(value, dict) or held.get("digest") != digest(value):
+        if not isinstance(value, dict) or held.get("digest") != found:
             _ignored(path, "was changed since it was written")
             return None
         return value

@@ -101,7 +101,7 @@ class PreparedWeights:
         if start.capacities:
             facts["workspaces"] = str(capacities)
         table = replicas(weights.placement, weights.device, start.most_replicas)
-        facts["replicas"] = "none" if table is None else str(table[0].shape[1])
+        facts["most_replicas"] = str(start.most_replicas)
         self._ranks.agree("request", facts)
         kernel = decision.kernel.prepare(share, context)
         self._kernel: Kernel | None = kernel

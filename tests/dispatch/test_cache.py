@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import warnings
@@ -130,8 +131,13 @@ def test_a_file_cut_anywhere_is_ignored_with_a_warning(tmp_path: Path) -> None:
         json.dumps({"key": key().to_json(), "value": [], "digest": digest([])}).encode(),
         json.dumps({"key": key().to_json(), "value": {"knobs": 1}, "digest": "0"}).encode(),
         json.dumps({"key": key(gpu="x").to_json(), "value": {}, "digest": digest({})}).encode(),
+        json.dumps({"key": key().to_json(), "value": {"knobs": math.nan}}).encode(),
+        json.dumps({"key": key().to_json(), "value": {"knobs": 0.707}})
+        .replace("0.707", "1e999")
+        .encode(),
+        json.dumps({"key": key().to_json(), "value": {}, "digest": math.inf}).encode(),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_a_foreign_file_is_ignored_with_a_warning(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / key().file

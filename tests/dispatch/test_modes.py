@@ -85,6 +85,20 @@ def test_what_is_made_in_one_mode_is_used_in_all(kernel: str, made: str) -> None
         ready.close()
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_default_device_is_not_followed(kernel: str) -> None:
+    before, after = one(kernel), one(kernel, seed=77)
+    old, new = before.held(0), after.held(0)
+    with emulated(before.machine):
+        with torch.device("meta"):
+            ready = prepare(before, old, most_replicas=1, workspaces=(2,))
+            ready.warmup()
+            ready.update(new)
+        y = ready.forward(after.x(0), after.topk(0))
+        same_bits([y], after.expected(0, ready.decision.recipe))
+        ready.close()
+
+
 @pytest.mark.parametrize("made", MODES)
 def test_raw_weights_too(made: str) -> None:
     layer = one("reference")

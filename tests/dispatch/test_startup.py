@@ -405,6 +405,16 @@ def test_what_cannot_be_exchanged_is_refused_and_the_layer_goes_on() -> None:
         run_ranks(2, work)
 
 
+def test_ranks_that_expect_other_exchanges_are_refused() -> None:
+    """Also where the placement's own replicas make their tables as wide."""
+    slots = ((0, 1, 2, 3), (0, 1, 2, 3))
+    base = case("sm90_pull_fp8")
+    layer = dataclasses.replace(base, placement=Placement(num_experts=4, slots=slots))
+    words = r"disagree on most_replicas \(None on rank 0, 2 on rank 1\)"
+    with pytest.raises(RankFailure, match=words), emulated():
+        run_ranks(2, lambda rank: prepare(layer, rank, most_replicas=(None, 2)[rank]))
+
+
 def test_more_replicas_than_prepared_for_are_refused() -> None:
     layer = case("sm90_pull_fp8")
     with pytest.raises(BadInput, match="exceeds most_replicas 1"), emulated():
