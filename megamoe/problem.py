@@ -153,10 +153,18 @@ class Router:
                     f"router.{name}", f"of shape {list(vector.shape)}", f"is not [{experts}]",
                     "pass one value per expert",
                 )  # fmt: skip
-        if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+        groups, kept = self.num_groups, self.top_groups
+        if groups < 1 or experts % groups or not 1 <= kept <= groups:
             raise bad_input(
-                "router groups", f"{self.top_groups} of {self.num_groups}",
-                f"do not divide {experts} experts", "check n_group and topk_group",
+                "router groups", f"{kept} of {groups}", f"do not divide {experts} experts",
+                "check n_group and topk_group",
+            )  # fmt: skip
+        size = experts // groups
+        if kept < groups and (size < 2 or size * kept < self.top_k):
+            raise bad_input(
+                "router groups", f"of {size} experts, {kept} kept,",
+                f"cannot give two best scores and {self.top_k} experts",
+                "check n_group, topk_group and num_experts_per_tok",
             )  # fmt: skip
         if self.table is not None and (self.table.dim() != 2 or self.table.shape[1] != self.top_k):
             raise bad_input(

@@ -181,6 +181,20 @@ def test_a_routing_that_does_not_fit(ids, weights, sentence: str) -> None:
             "router groups 5 of 4 do not divide 8 experts; check n_group and topk_group",
         ),
         (
+            {"num_groups": 0},
+            "router groups 1 of 0 do not divide 8 experts; check n_group and topk_group",
+        ),
+        (
+            {"num_groups": 8, "top_groups": 4},
+            "router groups of 1 experts, 4 kept, cannot give two best scores and 2 experts; "
+            "check n_group, topk_group and num_experts_per_tok",
+        ),
+        (
+            {"num_groups": 4, "top_groups": 1, "top_k": 3},
+            "router groups of 2 experts, 1 kept, cannot give two best scores and 3 experts; "
+            "check n_group, topk_group and num_experts_per_tok",
+        ),
+        (
             {"table": torch.zeros(100, 3, dtype=torch.int64)},
             "router.table of shape [100, 3] is not [vocabulary, 2]; pass tid2eid as stored",
         ),

@@ -38,7 +38,7 @@ class Config:
             raise refuse(
                 directory, "config.json", "absent", "a file", "point at a model's directory"
             ) from error
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise refuse(
                 self.file, "the config", f"unreadable ({error})", "JSON", "download it again"
             ) from error
@@ -51,7 +51,7 @@ class Config:
     def model_types(self) -> tuple[str, ...]:
         """The language model's type, then the wrapper's."""
         named = (self.values.get("model_type"), self.root.get("model_type"))
-        return tuple(dict.fromkeys(str(n) for n in named if n is not None))
+        return tuple(dict.fromkeys(name for name in named if isinstance(name, str)))
 
     def find(self, names: tuple[str, ...]) -> tuple[str, Any] | None:
         """The first of these keys that is present and not null; two that disagree are refused."""
@@ -84,9 +84,12 @@ class Config:
 
     def number(self, key: Key) -> float:
         name, value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refuse(self.file, name, repr(value), "a number", "correct the config")
-        return float(value)
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+        except OverflowError:
+            pass  # JSON's integers have no bound
+        raise refuse(self.file, name, repr(value), "a number", "correct the config")
 
     def boolean(self, key: Key) -> bool:
         name, value = self.value(key)

@@ -118,8 +118,11 @@ def _declared_block(config: Config) -> tuple[int, int] | None:
     block = config.quantization.get("weight_block_size")
     if block is None:
         return None
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) for b in block)):
-        raise refuse(config.file, "weight_block_size", block, "two numbers", "correct the config")
+    whole = isinstance(block, list) and all(type(size) is int for size in block)
+    if not whole or len(block) != 2 or min(block) < 1:
+        raise refuse(
+            config.file, "weight_block_size", block, "two numbers above 0", "correct the config"
+        )
     return block[0], block[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoint.detect import detect
+from megamoe.checkpoint.files import DTYPES, Entry, Files
 from megamoe.checkpoint.fused import check_fused_names, fused_bias, fused_matrices, is_fused
 from megamoe.checkpoint.layer import Layer, expert_width
 from megamoe.checkpoint.matrix import Matrix
@@ -19,14 +21,20 @@ from megamoe.formats import Format
 from megamoe.problem import ExpertWeights
 
 Parts = Mapping[int, tuple[Matrix, ...]]
+Found = dict[tuple[int, str], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Legs:
-    """What makes w13 and w2 of some experts: by expert, matrices that stand below each other."""
+    """What makes w13 and w2 of some experts: by expert, matrices that stand below each other.
+
+    b13, b2: the biases of all experts, as stored, or None.
+    """
 
     w13: Parts
     w2: Parts
+    b13: Entry | None = None
+    b2: Entry | None = None
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -36,12 +44,19 @@ class Legs:
 def find_experts(layer: Layer, ids: Iterable[int], hidden: int) -> Legs:
     """The matrices of these experts, from headers alone; every expert's names are checked."""
     num_experts, intermediate = layer.num_experts, expert_width(layer.config)
+    fused = layer.family.fused
+    b13 = b2 = None
+    if fused.bias:
+        b13 = fused_bias(layer, fused.gate_up, num_experts, 2 * intermediate)
+        b2 = fused_bias(layer, fused.down, num_experts, hidden)
     if is_fused(layer):
         check_fused_names(layer)
         gate_up, down = fused_matrices(layer, num_experts, hidden, intermediate)
         return Legs(
             w13={e: (replace(gate_up, index=e),) for e in ids},
             w2={e: (replace(down, index=e),) for e in ids},
+            b13=b13,
+            b2=b2,
         )
     check_expert_names(layer, num_experts)
     names = layer.family.projections
@@ -58,7 +73,7 @@ def find_experts(layer: Layer, ids: Iterable[int], hidden: int) -> Legs:
         w13[e], w2[e] = (gate, up), (down,)
     for parts in (w13, w2):
         check_one_format([matrix for expert in parts.values() for matrix in expert])
-    return Legs(w13=w13, w2=w2)
+    return Legs(w13=w13, w2=w2, b13=b13, b2=b2)
 
 
 def load_experts(
@@ -71,31 +86,25 @@ def load_experts(
     """One expert per slot, in order; a slot of -1 is all zeros. ``legs`` has every id in slots."""
     w13 = stack(layer.files, legs.w13, slots, device, target)
     w2 = stack(layer.files, legs.w2, slots, device, target)
-    fused = layer.family.fused
+    interleaved = layer.family.fused.interleaved
     return ExpertWeights(
         w13=w13,
         w2=w2,
-        b13=_bias(layer, fused.gate_up, slots, w13.shape[1], device),
-        b2=_bias(layer, fused.down, slots, w2.shape[1], device),
+        b13=None if legs.b13 is None else _bias(layer.files, legs.b13, slots, device, interleaved),
+        b2=None if legs.b2 is None else _bias(layer.files, legs.b2, slots, device),
     )
 
 
 def _bias(
-    layer: Layer,
-    leg: str,
+    files: Files,
+    entry: Entry,
     slots: Sequence[int],
-    width: int,
     device: torch.device,
-) -> Tensor | None:
-    """[slots, width] in the stored dtype, rows ordered as the weights' are; None without biases."""
-    fused = layer.family.fused
-    if not fused.bias:
-        return None
-    entry = fused_bias(layer, leg, layer.num_experts, width)
-    ids = sorted({e for e in slots if e >= 0})
-    read = {e: layer.files.read(entry, e) for e in ids}
-    like = next(iter(read.values()), torch.empty(0, dtype=torch.bfloat16))
-    held = torch.zeros(len(slots), width, dtype=like.dtype, device=device)
+    interleaved: bool = False,
+) -> Tensor:
+    """[slots, width] in the stored dtype, rows ordered as the weights' are; 0 in empty slots."""
+    held = torch.zeros(len(slots), entry.shape[1], dtype=DTYPES[entry.dtype], device=device)
+    read = {e: files.read(entry, e) for e in sorted({e for e in slots if e >= 0})}
     for slot, expert in enumerate(slots):
         if expert < 0:
             continue
@@ -105,9 +114,7 @@ def _bias(
                 entry.file, entry.name, f"NaN or infinite in expert {expert}", "finite",
                 "download the shard again",
             )  # fmt: skip
-        if fused.interleaved and leg == fused.gate_up:
-            row = torch.cat((row[0::2], row[1::2]))
-        held[slot] = row
+        held[slot] = torch.cat((row[0::2], row[1::2])) if interleaved else row
     return held
 
 
@@ -122,6 +129,42 @@ def check_shape(matrix: Matrix, rows: int, columns: int) -> None:
 
 def check_expert_names(layer: Layer, num_experts: int) -> None:
     """Refuse missing, misnamed and extra tensors among the experts, by name; nothing is opened."""
+    files, root, names = layer.files, layer.experts, layer.family.projections
+    found = _suffixes(layer, num_experts)
+    # w2 may be stored in another way than gate and up, but in one way in every expert.
+    usual = {
+        projection: _most_common(found, leg)
+        for leg in ((names.gate, names.up), (names.down,))
+        for projection in leg
+    }
+    for expert_id in range(num_experts):
+        for projection in names:
+            like, have = usual[projection], found.get((expert_id, projection), frozenset())
+            stem = f"{root}{expert_id}.{projection}"
+            if have == like:
+                continue
+            if have < like:
+                raise refuse(
+                    files.file_of(f"{stem}.{min(have)}") if have else files.root,
+                    f"{stem}.{min(like - have)}", "missing", f"it, with {_listed(like)}",
+                    "complete the download; the experts of a layer must share one format",
+                )  # fmt: skip
+            if have > like:
+                extra = f"{stem}.{min(have - like)}"
+                raise refuse(
+                    files.file_of(extra), extra, "an extra tensor",
+                    f"{_listed(like)} only, as in most experts",
+                    "the experts of a layer must share one format: export it in one",
+                )  # fmt: skip
+            raise refuse(
+                files.file_of(f"{stem}.{min(have)}"), stem, _listed(have),
+                f"{_listed(like)}, as in most experts",
+                "the experts of a layer must share one format: export it in one",
+            )  # fmt: skip
+
+
+def _suffixes(layer: Layer, num_experts: int) -> Found:
+    """What there is of each expert's projections; refuses what belongs to none of them."""
     files, root, names = layer.files, layer.experts, layer.family.projections
     found: dict[tuple[int, str], set[str]] = {}
     for name in files.under(root):
@@ -141,21 +184,19 @@ def check_expert_names(layer: Layer, num_experts: int) -> None:
             )  # fmt: skip
         if suffix not in BESIDE:
             found.setdefault((int(expert), projection), set()).add(suffix)
-    for expert_id in range(num_experts):
-        for projection in names:
-            # w2 may be stored in another way than gate and up, but in one way in every expert.
-            like = found.get((0, projection if projection == names.down else names.gate), set())
-            have = found.get((expert_id, projection), set())
-            stem = f"{root}{expert_id}.{projection}"
-            for suffix in sorted((like or {"weight"}) - have):
-                raise refuse(
-                    files.file_of(f"{stem}.{min(have)}") if have else files.root,
-                    f"{stem}.{suffix}", "missing", f"it, with {' and '.join(sorted(like))}",
-                    "complete the download; the experts of a layer must share one format",
-                )  # fmt: skip
-            for suffix in sorted(have - like):
-                raise refuse(
-                    files.file_of(f"{stem}.{suffix}"), f"{stem}.{suffix}", "an extra tensor",
-                    f"{' and '.join(sorted(like))} only, as in expert 0",
-                    "the experts of a layer must share one format: export it in one",
-                )  # fmt: skip
+    return {place: frozenset(suffixes) for place, suffixes in found.items()}
+
+
+def _most_common(found: Found, projections: tuple[str, ...]) -> frozenset[str]:
+    """The set of suffixes that most matrices of a leg have: no one expert is the yardstick.
+
+    Of equally many the larger one: what a download loses is more likely than what it gains.
+    """
+    counts = Counter(have for (_, projection), have in found.items() if projection in projections)
+    if not counts:
+        return frozenset({"weight"})
+    return max(counts, key=lambda have: (counts[have], len(have), sorted(have)))
+
+
+def _listed(suffixes: frozenset[str]) -> str:
+    return " and ".join(sorted(suffixes))

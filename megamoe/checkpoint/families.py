@@ -1,6 +1,7 @@
 """Model families as rows of one table: where their tensors are, and what their layer computes.
 
-A fact is a constant where the family fixes it, or a :class:`Key` where config.json states it.
+A fact is a constant where the family fixes it, or a :class:`Key` where config.json states it; a
+config that states a constant otherwise is refused (``stated.py``).
 Sources: the models' own configs and inference code, and the modeling files of transformers.
 """
 
@@ -16,8 +17,10 @@ EXPERTS = Key(("n_routed_experts", "num_experts", "num_local_experts"))
 TOP_K = Key(("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk"))
 SHARED_COUNT = Key(("n_shared_experts", "num_shared_experts"))
 LIMIT = Key(("swiglu_limit",))
+ALPHA = Key(("swiglu_alpha",))
 RENORMALISE = Key(("norm_topk_prob",))
 SCALING = Key(("routed_scaling_factor",))
+GROUPS = (Key(("n_group",)), Key(("topk_group",)))
 
 # Where the language model's layers may begin: alone, or inside a multimodal wrapper.
 PREFIXES = (
@@ -61,8 +64,6 @@ class Family:
 
     mtp: the prefix of multi-token-prediction stages that do not continue the layers' numbers.
     mtp_experts, mtp_top_k: what a stage may have of its own; 0 is the layers'.
-    stated: keys of config.json that must have one of these values wherever they are present:
-    another value is another function.
     """
 
     name: str
@@ -98,7 +99,6 @@ class Family:
     shared_projections: Projections = HF
     shared_count: Key = SHARED_COUNT
     shared_width: Key | None = None
-    stated: tuple[tuple[str, tuple[object, ...]], ...] = ()
 
 
 DEEPSEEK_V3 = Family(
@@ -108,10 +108,9 @@ DEEPSEEK_V3 = Family(
     scoring="sigmoid",
     renormalise=RENORMALISE,
     epsilon=1e-20,
-    groups=(Key(("n_group",)), Key(("topk_group",))),
+    groups=GROUPS,
     routed_scaling_factor=SCALING,
     shared="shared_experts",
-    stated=(("scoring_func", ("sigmoid",)), ("topk_method", ("noaux_tc",))),
 )
 DEEPSEEK_V4 = Family(
     name="deepseek_v4",
@@ -130,13 +129,7 @@ DEEPSEEK_V4 = Family(
     limit=LIMIT,
     shared="shared_experts",
     shared_projections=W123,
-    stated=(
-        ("scoring_func", ("sqrtsoftplus",)),
-        ("topk_method", ("noaux_tc",)),
-        ("norm_topk_prob", (True,)),
-    ),
 )
-SIGMOID_WITH_BIAS = (("scoring_func", ("sigmoid",)), ("use_routing_bias", (True,)))
 MIXTRAL = Family(
     name="mixtral", model_types=("mixtral",), block="block_sparse_moe", projections=W123
 )
@@ -156,7 +149,7 @@ FAMILIES = (
         name="mimo_v2",
         model_types=("mimo_v2", "mimo_v2_flash"),
         mtp="mtp.layers.{stage}.",
-        routed_scaling_factor=Key(("routed_scaling_factor",), default=1.0),
+        routed_scaling_factor=replace(SCALING, default=1.0),
         shared_count=replace(SHARED_COUNT, default=0),
     ),
     Family(name="qwen3_moe", model_types=("qwen3_moe",), renormalise=RENORMALISE),
@@ -169,7 +162,6 @@ FAMILIES = (
         model_types=("minimax_m2",),
         correction_bias="e_score_correction_bias",
         scoring="sigmoid",
-        stated=SIGMOID_WITH_BIAS,
     ),
     replace(
         MIXTRAL,
@@ -181,12 +173,11 @@ FAMILIES = (
         scale_at="output",
         activations=("swigluoai", "silu"),  # transformers writes silu and computes swigluoai
         limit=LIMIT,
-        alpha=Key(("swiglu_alpha",)),
+        alpha=ALPHA,
         up_offset=1.0,
         shared="shared_experts",
         shared_count=replace(SHARED_COUNT, default=1),
         shared_width=Key(("shared_intermediate_size",)),
-        stated=SIGMOID_WITH_BIAS,
     ),
     Family(
         name="gpt_oss",
@@ -197,7 +188,7 @@ FAMILIES = (
         scoring="softmax_of_top_k",
         renormalise=False,
         limit=LIMIT,
-        alpha=Key(("swiglu_alpha",), default=GPT_OSS_ALPHA),  # silent in the published config
+        alpha=replace(ALPHA, default=GPT_OSS_ALPHA),  # silent in the published config
         up_offset=1.0,
     ),
 )

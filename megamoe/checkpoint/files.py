@@ -192,7 +192,7 @@ def _where(files: Files) -> dict[str, Path]:
         try:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {str(name): root / str(shard) for name, shard in named.items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise refuse(
                 index, "the index", f"unreadable ({error!r})", "JSON with a weight_map",
                 "download it again",

@@ -21,15 +21,10 @@ from megamoe.checkpoint.layer import (
     has_tensors,
     is_dense,
 )
-from megamoe.checkpoint.loading import (
-    HIDDEN,
-    activation_of,
-    check_declared,
-    check_stated,
-    scaling_of,
-)
-from megamoe.checkpoint.router import describe_router
+from megamoe.checkpoint.loading import HIDDEN, activation_of, check_declared, scaling_of
+from megamoe.checkpoint.router import describe_router, find_router
 from megamoe.checkpoint.shared import find_shared
+from megamoe.checkpoint.stated import check_stated
 from megamoe.errors import BadInput
 from megamoe.formats import Format
 from megamoe.problem import Activation, Placement, Request, WeightAt
@@ -178,7 +173,7 @@ def record_of(layer: Layer) -> MoERecord:
         w2=w2,
         bias=family.fused.bias,
         nbytes=sum(m.nbytes for m in matrices),
-        router=describe_router(layer, hidden),
+        router=describe_router(find_router(layer, hidden)),
         activation=activation_of(layer),
         routed_scaling_factor=scaling_of(layer),
         scale_at=family.scale_at,

@@ -49,11 +49,14 @@ class Layer:
 
 
 def family_of(config: Config) -> Family:
-    """The table's row for a config's model_type, the language model's before its wrapper's."""
+    """The table's row for a config's model_type: the language model's, where it states one.
+
+    The wrapper's decides only where that is silent: a wrapper may hold another language model.
+    """
     rows = {model_type: family for family in FAMILIES for model_type in family.model_types}
-    for model_type in config.model_types:
-        if model_type in rows:
-            return rows[model_type]
+    family = rows.get(next(iter(config.model_types), ""))
+    if family is not None:
+        return family
     raise refuse(
         config.file, "model_type", " in ".join(config.model_types) or "absent",
         f"one of {', '.join(sorted(rows))}",
@@ -69,6 +72,8 @@ def _stage_of(config: Config, layer: int | str) -> int | None:
         if not matched:
             raise refuse(config.file, "layer", repr(layer), "a number, or mtp.N", "name it so")
         return int(matched[1])
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise refuse(config.file, "layer", repr(layer), "a number, or mtp.N", "name it so")
     if layer < 0:
         raise refuse(config.file, "layer", layer, f"in [0, {layers}), or mtp.N", "count from 0")
     return layer - layers if layer >= layers else None

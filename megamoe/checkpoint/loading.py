@@ -11,8 +11,9 @@ from megamoe.checkpoint.experts import Legs, find_experts, load_experts
 from megamoe.checkpoint.files import Files
 from megamoe.checkpoint.layer import Layer, check_block_names, find_layer
 from megamoe.checkpoint.refuse import refuse
-from megamoe.checkpoint.router import load_router
+from megamoe.checkpoint.router import find_router, load_router
 from megamoe.checkpoint.shared import load_shared
+from megamoe.checkpoint.stated import check_stated
 from megamoe.errors import bad_input
 from megamoe.formats import CATALOGUE, E2M1, E4M3, MXFP4, Format, rn32
 from megamoe.problem import Activation, MoEWeights, Placement
@@ -72,11 +73,12 @@ def load_layer(
     # A rank without experts still needs to know their format.
     legs = find_experts(layer, sorted({e for e in slots if e >= 0}) or [0], hidden)
     check_declared(layer, legs)
+    router = find_router(layer, hidden)
     return MoEWeights(
         experts=load_experts(layer, legs, slots, device, target),
         placement=placement,
         rank=rank,
-        router=load_router(layer, hidden, device),
+        router=load_router(layer, router, device),
         activation=activation,
         routed_scaling_factor=scaling_of(layer),
         scale_at=family.scale_at,
@@ -92,7 +94,7 @@ def format_of(quantise: Format | str | None) -> Format | None:
         return None
     known = {fmt.name: fmt for fmt in CATALOGUE}
     fmt = known.get(quantise) if isinstance(quantise, str) else quantise
-    if fmt is None or (fmt.scale is not None and fmt.rule is None):
+    if not isinstance(fmt, Format) or (fmt.scale is not None and fmt.rule is None):
         raise bad_input(
             "quantise", repr(quantise), "is not a format that weights can be rounded to",
             f"pass one of {', '.join(known)}",
@@ -115,24 +117,11 @@ def _placement(
             "placement", f"of {placement.num_experts} experts",
             f"does not place the layer's {num_experts}", "make one for this model",
         )  # fmt: skip
-    if not 0 <= rank < placement.world_size:
+    if not isinstance(rank, int) or not 0 <= rank < placement.world_size:
         raise bad_input(
             "rank", rank, f"is not in [0, {placement.world_size})", "pass this process's rank"
         )
     return placement
-
-
-def check_stated(layer: Layer) -> None:
-    """Refuse a config that states another function than the family's row computes."""
-    config, family = layer.config, layer.family
-    for key, accepted in family.stated:
-        value = config.values.get(key)
-        if value is not None and value not in accepted:
-            expected = " or ".join(map(repr, accepted))
-            raise refuse(
-                config.file, key, repr(value), f"{expected} for {family.name}",
-                "this is another function, which has no row in megamoe.checkpoint.families",
-            )  # fmt: skip
 
 
 def check_declared(layer: Layer, legs: Legs) -> None:
@@ -148,6 +137,8 @@ def check_declared(layer: Layer, legs: Legs) -> None:
     value = value or config.root.get(key) or quantization.get(key)
     if value is None and quantization.get("quant_method") == "mxfp4":
         key, value = "quant_method", "mxfp4"
+    if value is not None and not isinstance(value, str):
+        raise refuse(config.file, key, repr(value), "a name", "correct the config")
     expected = {"fp4": E2M1, "mxfp4": MXFP4.element, "fp8": E4M3}
     for fmt in legs.formats:
         if value in expected and fmt.element != expected[value]:
@@ -166,13 +157,6 @@ def activation_of(layer: Layer) -> Activation:
             config.file, name, repr(act), f"{' or '.join(family.activations)} for {family.name}",
             "the layer computes SwiGLU and its clamped forms only",
         )  # fmt: skip
-    for fact, key in ((family.limit, "swiglu_limit"), (family.alpha, "swiglu_alpha")):
-        stated = None if isinstance(fact, Key) else config.find((key,))
-        if stated is not None:
-            raise refuse(
-                config.file, *stated, f"no {key}: {family.name} has none",
-                "it must not be dropped; check model_type",
-            )  # fmt: skip
     limit = None if family.limit is None else config.number(family.limit)
     if limit is not None and not limit >= 0:
         raise refuse(config.file, "swiglu_limit", limit, "a number >= 0", "correct the config")

@@ -2,92 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 import torch
+from torch import Tensor
 
 from megamoe.checkpoint.config import Key
-from megamoe.checkpoint.files import Entry
+from megamoe.checkpoint.files import DTYPES, Entry
 from megamoe.checkpoint.layer import Layer
 from megamoe.checkpoint.refuse import refuse
+from megamoe.errors import BadInput
 from megamoe.problem import Router
 
-DTYPES = ("BF16", "F32")
+FLOATS = ("BF16", "F32")
+INTEGERS = ("I64", "I32")
 
 
-def load_router(layer: Layer, hidden: int, device: torch.device) -> Router:
-    """Tensors keep the dtype they have in the file; facts come from the family's row and config."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRouter:
+    """A router without its data: ``entries`` are its tensors by field.
+
+    outline: the whole router, with tensors of the right dtype and shape and of no value.
+    """
+
+    outline: Router
+    entries: Mapping[str, Entry]
+
+
+def find_router(layer: Layer, hidden: int) -> FoundRouter:
+    """The router, from config.json and headers alone."""
     family, config, block = layer.family, layer.config, layer.block
     num_experts, top_k = layer.num_experts, layer.top_k
-    table = _table(layer, top_k, device)
-    correction = None
-    if family.correction_bias is not None:
-        name = block + family.correction_bias
-        if table is None:
-            correction = _tensor(layer, name, (num_experts,), DTYPES, device)
-        elif name in layer.files:
-            raise refuse(
-                layer.files.file_of(name), name, f"there beside {family.table}",
-                "one of the two: a hash-routed layer chooses by its table",
-                "take shards of one revision",
-            )  # fmt: skip
+    entries = {"weight": _checked(layer, block + family.router, (num_experts, hidden), FLOATS)}
+    if family.router_bias is not None:
+        entries["bias"] = _checked(layer, block + family.router_bias, (num_experts,), FLOATS)
+    entries |= _table_or_correction(layer, num_experts, top_k)
     groups, top_groups = 1, 1
     if family.groups is not None:
         groups, top_groups = (config.integer(key) for key in family.groups)
-        if groups < 1 or num_experts % groups or not 1 <= top_groups <= groups:
-            raise refuse(
-                config.file, " and ".join(key.names[0] for key in family.groups),
-                f"{groups} and {top_groups}", f"groups that divide {num_experts} experts",
-                "correct the config",
-            )  # fmt: skip
-    renormalise = family.renormalise
-    return Router(
-        weight=_tensor(layer, block + family.router, (num_experts, hidden), DTYPES, device),
-        top_k=top_k,
-        scoring=family.scoring,
-        renormalise=config.boolean(renormalise) if isinstance(renormalise, Key) else renormalise,
-        epsilon=family.epsilon,
-        bias=None
-        if family.router_bias is None
-        else _tensor(layer, block + family.router_bias, (num_experts,), DTYPES, device),
-        correction_bias=correction,
-        num_groups=groups,
-        top_groups=top_groups,
-        table=table,
+    fact = family.renormalise
+    renormalise = config.boolean(fact) if isinstance(fact, Key) else fact
+    shapes = {
+        name: torch.empty(1, dtype=DTYPES[entry.dtype]).expand(entry.shape)
+        for name, entry in entries.items()
+    }
+    try:
+        outline = Router(
+            weight=shapes["weight"],
+            top_k=top_k,
+            scoring=family.scoring,
+            renormalise=renormalise,
+            epsilon=family.epsilon,
+            bias=shapes.get("bias"),
+            correction_bias=shapes.get("correction_bias"),
+            num_groups=groups,
+            top_groups=top_groups,
+            table=shapes.get("table"),
+        )
+    except BadInput as error:
+        raise refuse(
+            config.file, " and ".join(key.names[0] for key in family.groups or ()),
+            f"{groups} and {top_groups}",
+            f"groups that divide {num_experts} experts, of two or more, which leave at least "
+            f"{top_k} to choose from",
+            "correct the config",
+        ) from error  # fmt: skip
+    return FoundRouter(outline=outline, entries=entries)
+
+
+def load_router(layer: Layer, found: FoundRouter, device: torch.device) -> Router:
+    """Tensors keep the dtype they have in the file, except that ids become int64."""
+    read = {name: _read(layer, entry) for name, entry in found.entries.items()}
+    if "table" in read:
+        read["table"] = _ids(found.entries["table"], read["table"], layer.num_experts)
+    held = {name: tensor.to(device, copy=True) for name, tensor in read.items()}
+    return replace(
+        found.outline,
+        weight=held["weight"],
+        bias=held.get("bias"),
+        correction_bias=held.get("correction_bias"),
+        table=held.get("table"),
     )
 
 
-def describe_router(layer: Layer, hidden: int) -> str:
-    """The router in words, from headers alone."""
-    family, config, files = layer.family, layer.config, layer.files
-    weight = _checked(layer, layer.block + family.router, (layer.num_experts, hidden), DTYPES)
-    fact = family.renormalise
-    renormalise = config.boolean(fact) if isinstance(fact, Key) else fact
-    parts = [family.scoring, f"{weight.dtype} weight"]
-    if family.router_bias is not None:
+def describe_router(found: FoundRouter) -> str:
+    """The router in words."""
+    router = found.outline
+    parts = [router.scoring, f"{found.entries['weight'].dtype} weight"]
+    if router.bias is not None:
         parts.append("bias")
-    if family.table is not None and layer.block + family.table in files:
+    if router.table is not None:
         parts.append("chosen by token id")
-    elif family.correction_bias is not None:
+    elif router.correction_bias is not None:
         parts.append("correction bias for the choice")
-    if family.groups is not None:
-        groups, top = (config.integer(key) for key in family.groups)
-        if groups > 1:
-            parts.append(f"{top} of {groups} groups")
-    if renormalise:
+    if router.num_groups > 1:
+        parts.append(f"{router.top_groups} of {router.num_groups} groups")
+    if router.renormalise:
         parts.append(
-            f"renormalised (sum + {family.epsilon:g})" if family.epsilon else "renormalised"
+            f"renormalised (sum + {router.epsilon:g})" if router.epsilon else "renormalised"
         )
     return ", ".join(parts)
 
 
-def _tensor(
-    layer: Layer, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], device: torch.device
-) -> torch.Tensor:
-    entry = _checked(layer, name, shape, dtypes)
+def _read(layer: Layer, entry: Entry) -> Tensor:
     tensor = layer.files.read(entry)
     if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
         place = tensor.isfinite().logical_not().nonzero()[0].tolist()
-        raise refuse(entry.file, name, f"NaN or infinite at {place}", "finite", "download it again")
-    return tensor.to(device, copy=True)
+        raise refuse(
+            entry.file, entry.name, f"NaN or infinite at {place}", "finite", "download it again"
+        )
+    return tensor
+
+
+def _ids(entry: Entry, table: Tensor, num_experts: int) -> Tensor:
+    """int64 ids of experts that exist."""
+    if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < num_experts:
+        raise refuse(
+            entry.file, entry.name, f"ids in [{int(table.min())}, {int(table.max())}]",
+            f"ids in [0, {num_experts})", "download the shard again",
+        )  # fmt: skip
+    return table.to(torch.int64)
 
 
 def _checked(layer: Layer, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Entry:
@@ -100,33 +135,41 @@ def _checked(layer: Layer, name: str, shape: tuple[int, ...], dtypes: tuple[str,
     return entry
 
 
-def _table(layer: Layer, top_k: int, device: torch.device) -> torch.Tensor | None:
-    """The ids of a hash-routed layer by token id, or None; config and files must agree."""
-    family, config = layer.family, layer.config
-    if family.table is None:
-        return None
-    name = layer.block + family.table
-    present = name in layer.files
-    hashed = _config_says_hashed(layer)
+def _table_or_correction(layer: Layer, num_experts: int, top_k: int) -> dict[str, Entry]:
+    """What a choice takes beside the scores: a hash-routed layer's ids by token id, or a bias.
+
+    Empty where the family has neither; config and files must agree on which it is.
+    """
+    family, files = layer.family, layer.files
+    table = family.table is not None and _is_hashed(layer, layer.block + family.table)
+    if family.correction_bias is None and not table:
+        return {}
+    if not table:
+        name = f"{layer.block}{family.correction_bias}"
+        return {"correction_bias": _checked(layer, name, (num_experts,), FLOATS)}
+    bias = f"{layer.block}{family.correction_bias}"
+    if bias in files:
+        raise refuse(
+            files.file_of(bias), bias, f"there beside {family.table}",
+            "one of the two: a hash-routed layer chooses by its table",
+            "take shards of one revision",
+        )  # fmt: skip
+    vocabulary = layer.config.integer(Key(("vocab_size",)))
+    name = f"{layer.block}{family.table}"
+    return {"table": _checked(layer, name, (vocabulary, top_k), INTEGERS)}
+
+
+def _is_hashed(layer: Layer, table: str) -> bool:
+    """Whether the layer's table is there; refuses one where config.json says otherwise."""
+    present, hashed = table in layer.files, _config_says_hashed(layer)
     if hashed is not None and hashed != present:
         raise refuse(
-            layer.files.file_of(name) if present else layer.files.root, name,
+            layer.files.file_of(table) if present else layer.files.root, table,
             "present" if present else "missing",
             f"it {'in' if hashed else 'outside of'} the hash-routed layers that config.json states",
             "take both from the same repository",
         )  # fmt: skip
-    if not present:
-        return None
-    entry = layer.files.entry(name)
-    vocabulary = config.integer(Key(("vocab_size",)))
-    table = _tensor(layer, name, (vocabulary, top_k), ("I64", "I32"), device).to(torch.int64)
-    experts = layer.num_experts
-    if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < experts:
-        raise refuse(
-            entry.file, name, f"ids in [{int(table.min())}, {int(table.max())}]",
-            f"ids in [0, {experts})", "download the shard again",
-        )  # fmt: skip
-    return table
+    return present
 
 
 def _config_says_hashed(layer: Layer) -> bool | None:

@@ -205,15 +205,6 @@ def _check(logits: Tensor, router: Router) -> None:
         )  # fmt: skip
     if experts > MAX_EXPERTS:
         raise bad_input("router", f"of {experts} experts", f"exceeds {MAX_EXPERTS}", "use fewer")
-    group = experts // router.num_groups
-    if router.top_groups < router.num_groups and (
-        group < 2 or group * router.top_groups < router.top_k
-    ):
-        raise bad_input(
-            "router groups", f"of {group} experts, {router.top_groups} kept,",
-            f"cannot give two best scores and {router.top_k} experts",
-            "check n_group, topk_group and num_experts_per_tok",
-        )  # fmt: skip
     for name in ("correction_bias", "table"):
         tensor = getattr(router, name)
         if tensor is not None:

@@ -26,13 +26,17 @@ QWEN = "model.layers.0.mlp.experts."
 
 @dataclass(frozen=True)
 class Bad:
-    """A published checkpoint, one thing done to it, and what the sentence must say."""
+    """A published checkpoint, one thing done to it, and what the sentence must say.
+
+    in_data: the fault is in a tensor's values, which only ``load`` reads.
+    """
 
     name: str
     build: Callable[[], Published]
     spoil: Callable[[Published], object]
     says: tuple[str, ...]
     layer: int | str | None = None
+    in_data: bool = False
 
 
 def drop(name: str) -> Callable[[Published], object]:
@@ -101,6 +105,15 @@ CASES = (
         lambda p: [p.tensors.pop(n) for n in list(p.tensors) if n.endswith("weight_scale_2")],
         (f"{QWEN}0.gate_proj.weight_scale is F8_E4M3 [192, 16]", "expected F8_E8M0 or U8",
          "a scale is absent or of another convention")),
+    Bad("missing_of_expert_0", published.qwen3_moe_nvfp4,
+        drop(f"{QWEN}0.gate_proj.weight_scale_2"),
+        (f"{QWEN}0.gate_proj.weight_scale_2 is missing", "complete the download")),
+    Bad("missing_down_of_expert_0", published.deepseek_v3,
+        drop(f"{EXPERT}0.down_proj.weight_scale_inv"),
+        (f"{EXPERT}0.down_proj.weight_scale_inv is missing", "expected it, with weight")),
+    Bad("missing_half", published.deepseek_v3,
+        lambda p: [p.tensors.pop(f"{EXPERT}{e}.gate_proj.weight_scale_inv") for e in range(8)],
+        (f"{EXPERT}0.gate_proj.weight_scale_inv is missing",)),
     Bad("misnamed", published.qwen3_moe,
         rename(f"{QWEN}1.gate_proj.weight", f"{QWEN}1.gate.weight"),
         (f"{QWEN}1.gate.weight is an extra tensor", "{gate_proj,up_proj,down_proj}")),
@@ -131,23 +144,25 @@ CASES = (
     # scales
     Bad("nan_scale", published.deepseek_v3,
         put(f"{EXPERT}3.up_proj.weight_scale_inv", set_at(float("nan"), 1, 0)),
-        (f"{EXPERT}3.up_proj.weight_scale_inv is nan at [1, 0]", "finite scales of at least 0")),
+        (f"{EXPERT}3.up_proj.weight_scale_inv is nan at [1, 0]", "finite scales of at least 0"),
+        in_data=True),
     Bad("nan_e8m0_scale", published.deepseek_v4,
         put(f"{V4}2.w3.scale",
             lambda t: set_at(255, 5, 1)(t.view(torch.uint8)).view(torch.float8_e8m0fnu)),
-        (f"{V4}2.w3.scale is nan at [5, 1]",)),
+        (f"{V4}2.w3.scale is nan at [5, 1]",), in_data=True),
     Bad("negative_scale", published.deepseek_v3,
         put(f"{EXPERT}3.up_proj.weight_scale_inv", set_at(-1.0, 0, 1)),
-        ("weight_scale_inv is -1.0 at [0, 1]",)),
+        ("weight_scale_inv is -1.0 at [0, 1]",), in_data=True),
     Bad("reciprocal_scale", published.deepseek_v3,
         put(f"{EXPERT}3.up_proj.weight_scale_inv", lambda t: 1 / t),
         (f"{EXPERT}3.up_proj.weight_scale_inv is large enough for weights of",
-         "fp8_block128 weights below 32768", "it may be the reciprocal")),
+         "fp8_block128 weights below 32768", "it may be the reciprocal"), in_data=True),
     Bad("reciprocal_global_scale", published.qwen3_moe_nvfp4, swap_global_scale,
-        (f"{QWEN}3.up_proj.weight_scale_2 is large enough", "it may be the reciprocal")),
+        (f"{QWEN}3.up_proj.weight_scale_2 is large enough", "it may be the reciprocal"),
+        in_data=True),
     Bad("zero_global_scale", published.qwen3_moe_ct_nvfp4,
         put(f"{QWEN}3.up_proj.weight_global_scale", torch.zeros_like),
-        (f"{QWEN}3.up_proj.weight_global_scale is 0.0", "a finite number above 0")),
+        (f"{QWEN}3.up_proj.weight_global_scale is 0.0", "a finite number above 0"), in_data=True),
     Bad("two_scales", published.qwen3_moe_modelopt_fp8,
         lambda p: p.tensors.update({
             f"{QWEN}{e}.{n}.weight_scale_inv": torch.tensor(1.0)
@@ -192,11 +207,21 @@ CASES = (
     Bad("one_expert_quantised", published.qwen3_moe,
         restore(f"{QWEN}6.down_proj", stores.block("weight_scale_inv")),
         (f"{QWEN}6.down_proj.weight_scale_inv is an extra tensor", "expected weight only")),
+    Bad("expert_0_quantised", published.qwen3_moe,
+        restore(f"{QWEN}0.up_proj", stores.block("weight_scale_inv")),
+        (f"{QWEN}0.up_proj.weight_scale_inv is an extra tensor", "expected weight only")),
+    Bad("one_expert_of_another_kind", published.qwen3_moe_nvfp4,
+        restore(f"{QWEN}0.up_proj", stores.block("weight_scale_inv")),
+        (f"{QWEN}0.up_proj is weight and weight_scale_inv",
+         "expected weight and weight_scale and weight_scale_2", "must share one format")),
     # config: silent, contradicting, unknown
     Bad("unknown_model_type", published.qwen3_moe, state(model_type="qwen9_moe"),
         ("config.json: model_type is qwen9_moe, expected one of deepseek_v3", "no row for it")),
     Bad("no_model_type", published.qwen3_moe, silent("model_type"),
         ("model_type is absent",)),
+    Bad("unknown_text_type", published.kimi_k25,
+        lambda p: p.config["text_config"].update(model_type="kimi_linear"),
+        ("model_type is kimi_linear in kimi_k25, expected one of", "no row for it")),
     Bad("unknown_activation", published.qwen3_moe, state(hidden_act="gelu"),
         ("config.json: hidden_act is 'gelu', expected silu for qwen3_moe", "SwiGLU")),
     Bad("silent_activation", published.qwen3_moe, silent("hidden_act"),
@@ -219,11 +244,21 @@ CASES = (
         ("routed_scaling_factor is absent", "no safe default")),
     Bad("zero_scaling", published.deepseek_v3, state(routed_scaling_factor=0.0),
         ("routed_scaling_factor is 0.0, expected a finite number above 0",)),
+    Bad("huge_scaling", published.deepseek_v3, state(routed_scaling_factor=10**400),
+        ("routed_scaling_factor is 1000", "expected a number")),
     Bad("silent_renormalise", published.qwen3_moe, silent("norm_topk_prob"),
         ("norm_topk_prob is absent",)),
     Bad("silent_groups", published.deepseek_v3, silent("n_group"), ("n_group is absent",)),
     Bad("groups", published.deepseek_v3, state(n_group=3),
         ("n_group and topk_group is 3 and 2, expected groups that divide 8 experts",)),
+    Bad("no_groups", published.deepseek_v3, state(n_group=0, topk_group=0),
+        ("n_group and topk_group is 0 and 0, expected groups that divide 8 experts",)),
+    Bad("more_groups_kept", published.deepseek_v3, state(topk_group=9),
+        ("n_group and topk_group is 4 and 9, expected groups that divide 8 experts",)),
+    Bad("groups_of_one", published.deepseek_v3, state(n_group=8, topk_group=4),
+        ("n_group and topk_group is 8 and 4", "two or more")),
+    Bad("groups_too_small", published.deepseek_v3, state(n_group=4, topk_group=1),
+        ("n_group and topk_group is 4 and 1", "4 to choose")),
     Bad("top_k", published.qwen3_moe, state(num_experts_per_tok=9),
         ("num_experts_per_tok", "is 9, expected in [1, 8]")),
     Bad("other_scoring", published.deepseek_v3, state(scoring_func="softmax"),
@@ -239,6 +274,14 @@ CASES = (
     Bad("block_size_is_text", published.deepseek_v3,
         lambda p: p.config["quantization_config"].update(weight_block_size="128"),
         ("weight_block_size is 128, expected two numbers",)),
+    Bad("block_size_is_zero", published.deepseek_v3,
+        lambda p: p.config["quantization_config"].update(weight_block_size=[0, 128]),
+        ("weight_block_size is [0, 128], expected two numbers above 0",)),
+    Bad("block_size_is_true", published.deepseek_v3,
+        lambda p: p.config["quantization_config"].update(weight_block_size=[True, True]),
+        ("weight_block_size is [True, True], expected two numbers above 0",)),
+    Bad("expert_dtype_is_a_list", published.deepseek_v4, state(expert_dtype=["fp4"]),
+        ("expert_dtype is ['fp4'], expected a name",)),
     Bad("expert_dtype_disagrees", published.deepseek_v4_fp8, state(expert_dtype="fp4"),
         ("expert_dtype is 'fp4'", "what the experts of layer 1 are: fp8_block128_e8m0_scale")),
     Bad("mxfp4_config_on_bf16", published.gpt_oss_bf16,
@@ -252,7 +295,11 @@ CASES = (
         ("layers.0.ffn.gate.tid2eid is present", "outside of the hash-routed layers")),
     Bad("table_ids", published.deepseek_v4_hash,
         put("layers.0.ffn.gate.tid2eid", set_at(8, 3, 1)),
-        ("tid2eid is ids in [0, 8], expected ids in [0, 8)",)),
+        ("tid2eid is ids in [0, 8], expected ids in [0, 8)",), in_data=True),
+    Bad("table_vocabulary", published.deepseek_v4_hash, state(vocab_size=65),
+        ("tid2eid is I64 [64, 3], expected I64 or I32 [65, 3]",)),
+    Bad("table_missing", published.deepseek_v4_hash, drop("layers.0.ffn.gate.tid2eid"),
+        ("layers.0.ffn.gate.tid2eid is missing",)),
     Bad("table_beside_bias", published.deepseek_v4_hash,
         add("layers.0.ffn.gate.bias", torch.zeros(8)),
         ("gate.bias is there beside gate.tid2eid",)),
@@ -278,21 +325,28 @@ CASES = (
         ("gate.weight is F8_E4M3 [8, 256], expected BF16 or F32",)),
     Bad("router_nan", published.qwen3_moe,
         put("model.layers.0.mlp.gate.weight", set_at(float("nan"), 2, 3)),
-        ("gate.weight is NaN or infinite at [2, 3]",)),
+        ("gate.weight is NaN or infinite at [2, 3]",), in_data=True),
     Bad("correction_bias_missing", published.minimax_m2,
         drop("model.layers.0.block_sparse_moe.e_score_correction_bias"),
         ("block_sparse_moe.e_score_correction_bias is missing",)),
+    Bad("correction_bias_shape", published.deepseek_v3,
+        put("model.layers.1.mlp.gate.e_score_correction_bias", lambda t: t[:-1]),
+        ("e_score_correction_bias is F32 [7], expected BF16 or F32 [8]",)),
+    Bad("router_bias_missing", published.gpt_oss, drop("model.layers.0.mlp.router.bias"),
+        ("model.layers.0.mlp.router.bias is missing",)),
     # gpt-oss
     Bad("oss_bias_missing", published.gpt_oss, drop(f"{QWEN}down_proj_bias"),
         (f"{QWEN}down_proj_bias is missing",)),
+    Bad("oss_bias_shape", published.gpt_oss, put(f"{QWEN}gate_up_proj_bias", lambda t: t[:, 1:]),
+        (f"{QWEN}gate_up_proj_bias is BF16 [4, 319], expected BF16 or F32 [4, 320]",)),
     Bad("oss_bias_nan", published.gpt_oss,
         put(f"{QWEN}gate_up_proj_bias", set_at(float("inf"), 1, 3)),
-        (f"{QWEN}gate_up_proj_bias is NaN or infinite in expert 1",)),
+        (f"{QWEN}gate_up_proj_bias is NaN or infinite in expert 1",), in_data=True),
     Bad("oss_scales_missing", published.gpt_oss, drop(f"{QWEN}gate_up_proj_scales"),
         (f"{QWEN}gate_up_proj_scales is missing",)),
     Bad("oss_nan_scale", published.gpt_oss,
         put(f"{QWEN}down_proj_scales", set_at(255, 2, 7, 1)),
-        (f"{QWEN}down_proj_scales is nan at [7, 1] of expert 2",)),
+        (f"{QWEN}down_proj_scales is nan at [7, 1] of expert 2",), in_data=True),
     Bad("oss_shape", published.gpt_oss, put(f"{QWEN}down_proj_blocks", lambda t: t[:, :-1]),
         (f"{QWEN}down_proj_blocks is U8 [4, 191, 5, 16], expected U8 [4, 192, 5, 16]",)),
     Bad("oss_extra", published.gpt_oss, add(f"{QWEN}gate_up_proj_zeros", torch.zeros(1)),
@@ -312,6 +366,8 @@ CASES = (
         ("layer is -1, expected in [0, 2), or mtp.N",), layer=-1),
     Bad("layer_name", published.deepseek_v3, lambda p: None,
         ("layer is 'last', expected a number, or mtp.N",), layer="last"),
+    Bad("layer_is_a_fraction", published.deepseek_v3, lambda p: None,
+        ("layer is 1.5, expected a number, or mtp.N",), layer=1.5),  # type: ignore[arg-type]
     Bad("layer_twice", published.qwen3_moe,
         lambda p: p.tensors.update({n.removeprefix("model."): t for n, t in p.tensors.items()}),
         ("layer 0 is under model.layers.0.mlp. and layers.0.mlp., expected one place",)),
@@ -342,6 +398,26 @@ def test_every_case_is_sound_before_it_is_spoiled(tmp_path: Path) -> None:
     for build in {bad.build for bad in CASES}:
         p = build()
         load(p.write(tmp_path / build.__name__), p.layer)
+
+
+HEADERS = [bad for bad in CASES if bad.layer is None and not bad.in_data]
+
+
+@pytest.mark.parametrize("bad", HEADERS, ids=lambda bad: bad.name)
+def test_inspect_refuses_in_the_same_words(bad: Bad, tmp_path: Path) -> None:
+    p = bad.build()
+    bad.spoil(p)
+    path = p.write(tmp_path)
+    assert inspected(path, p.layer) == refusal(path, p.layer)
+
+
+def inspected(path: Path, layer: int | str) -> str | None:
+    """The refusal of a layer, or of the whole checkpoint."""
+    try:
+        record = inspect(path)
+    except BadInput as whole:
+        return str(whole)
+    return next(r.refusal for r in record.layers if r.name == str(layer))
 
 
 def test_inspect_records_the_reason_and_goes_on(tmp_path: Path) -> None:
@@ -410,6 +486,17 @@ def test_unreadable_config(tmp_path: Path, text: str) -> None:
     assert refusal(path, 0).startswith(str(path / "config.json"))
 
 
+def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
+    path = published.qwen3_moe().write(tmp_path)
+    index = path / "model.safetensors.index.json"
+    (path / "config.json").unlink()
+    (path / "config.json").mkdir()
+    assert "config.json: the config is unreadable" in refusal(path, 0)
+    index.chmod(0)
+    if not os.access(index, os.R_OK):
+        assert "index.json: the index is unreadable" in refusal(path, 0)
+
+
 def test_no_config_no_weights_no_directory(tmp_path: Path) -> None:
     path = published.qwen3_moe().write(tmp_path / "model")
     assert "the checkpoint is no directory" in refusal(path / "config.json", 0)
@@ -431,7 +518,11 @@ def test_arguments(tmp_path: Path) -> None:
     assert "does not place the layer's 8" in refusal(path, 0, placement=wrong)
     right = Placement.contiguous(8, 2)
     assert "is not the placement's 2" in refusal(path, 0, placement=right, world_size=4)
+    assert "rank None is not in [0, 2)" in refusal(path, 0, rank=None, world_size=2)
+    assert "layer is None, expected a number, or mtp.N" in refusal(path, None)  # type: ignore[arg-type]
+    assert "layer is True, expected a number, or mtp.N" in refusal(path, True)
     assert "pass one of" in refusal(path, 0, quantise="fp3")
+    assert "quantise 3 is not a format" in refusal(path, 0, quantise=3)
     no_rule = Format(name="other", element=MXFP4.element, block=(1, 32), scale=MXFP4.scale)
     assert "is not a format that weights can be rounded to" in refusal(path, 0, quantise=no_rule)
 
