@@ -68,27 +68,33 @@ STATED = (
     "is_concatenated",
     "num_experts",
 )
+# Block-FP8 modules look in a table of their own; there they are refused for what they are.
+TABLES = (
+    ("transformers.integrations.moe", "ExpertsInterface"),
+    ("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface"),
+)
 SILU = ("transformers.activations.SiLUActivation", "torch.nn.modules.activation.SiLU")
 
 
 def register(name: str = "megamoe") -> None:
     """Make ``experts_implementation=name`` known to transformers; again is harmless.
 
-    Raises Unsupported where transformers is absent, or too old to have experts implementations.
+    Raises Unsupported, with nothing registered, where transformers is absent or too old to have
+    experts implementations.
     """
+    tables = [_table(*place) for place in TABLES]
+    for table in tables:
+        table.register(name, experts_forward)
+
+
+def _table(module: str, name: str) -> Any:
     try:
         # By name: type checkers need not read transformers, and importing megamoe never loads it.
-        moe = importlib.import_module("transformers.integrations.moe")
-        interface = moe.ExpertsInterface
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        why = f"({error})"
         raise _refusal(
-            "transformers", why, "has no ExpertsInterface", "install transformers 5.24 or newer"
+            "transformers", f"({error})", f"has no {name}", "install transformers 5.24 or newer"
         ) from error
-    interface.register(name, experts_forward)
-    # Block-FP8 modules look in a table of their own; there they are refused for what they are.
-    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
-    fp8.FP8ExpertsInterface.register(name, experts_forward)
 
 
 def layers(model: nn.Module) -> dict[str, MoEWeights]:

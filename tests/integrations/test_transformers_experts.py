@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 import megamoe
 from megamoe.errors import BadInput, Unsupported
@@ -354,3 +354,12 @@ def test_register_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(moe, "ExpertsInterface")
     with pytest.raises(Unsupported, match=r"transformers .* has no ExpertsInterface; install"):
         register()
+
+
+def test_half_of_the_interfaces_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name known to one table only would run some models and fail in others."""
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    monkeypatch.delattr(fp8, "FP8ExpertsInterface")
+    with pytest.raises(Unsupported, match=r"transformers .* has no FP8ExpertsInterface; install"):
+        register("megamoe, half")
+    assert "megamoe, half" not in ALL_EXPERTS_FUNCTIONS.valid_keys()
