@@ -40,6 +40,16 @@ def test_a_layer_that_cannot_grow_serves_on(monkeypatch: pytest.MonkeyPatch) -> 
         same_bits([megamoe.forward(good.x(), good.topk(), weights)], wanted(good))
 
 
+def test_what_a_layer_says_as_it_closes_to_grow_is_said_once() -> None:
+    weights = FEW.layer()
+    megamoe.forward(FEW.x(), FEW.topk(), weights)
+    api._PREPARED[weights][0]._staging.sticky.fill_(True)
+    with pytest.raises(BadInput, match="since the last check"):
+        megamoe.forward(MANY.x(), MANY.topk(), weights)
+    for good in (FEW, MANY):
+        same_bits([megamoe.forward(good.x(), good.topk(), weights)], wanted(good))
+
+
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_bad_call_leaves_the_layer_as_it_was(grown: bool) -> None:
     weights, x, topk = FEW.layer(), MANY.x(), MANY.topk()
