@@ -125,7 +125,8 @@ def bench(
 ) -> dict[str, Any]:
     """Every configuration in turn; the document as it stands is written to ``file`` after each.
 
-    A configuration that hangs or crashes costs its pool, and the next one starts another.
+    A configuration that hangs or crashes costs its pool, and the next one starts another. Raises
+    BadInput before the first where the file cannot be written.
     """
     document = _document(plan, machine)
     if file is not None:

@@ -56,7 +56,7 @@ def passed(entry: Mapping[str, Any]) -> bool:
 
 def store(folder: Path, kernel: str, world: int, name: str, entry: Mapping[str, Any]) -> None:
     """Add or replace one case's record. Raises BadInput."""
-    file = file_of(folder, kernel, world)
+    file = _file_of(folder, kernel, world)
     known = _read(file) if file.exists() else {}
     known[name] = dict(entry)
     write(file, json.dumps(known, indent=1, sort_keys=True) + "\n")
@@ -64,7 +64,7 @@ def store(folder: Path, kernel: str, world: int, name: str, entry: Mapping[str, 
 
 def usable(folder: Path, kernel: str, world: int) -> None:
     """Raises BadInput where `store` would, so that it is known before the work."""
-    file = file_of(folder, kernel, world)
+    file = _file_of(folder, kernel, world)
     writable(file)
     if file.exists():
         _read(file)
@@ -81,7 +81,7 @@ def load(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
-def file_of(folder: Path, kernel: str, world: int) -> Path:
+def _file_of(folder: Path, kernel: str, world: int) -> Path:
     return folder / f"{kernel}-world{world}.json"
 
 
@@ -133,12 +133,12 @@ def _naming(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise bad_input("file", file, why, "name another place") from None
+        raise bad_input(
+            "file", file, f"cannot be written ({error})", "name another place"
+        ) from None
 
 
 # --- the page -------------------------------------------------------------------------------------
-
 
 GEOMETRY = ("hidden_size", "intermediate_size", "num_experts", "top_k", "capacity")
 COLUMNS = (
