@@ -148,7 +148,7 @@ def place(how: str, experts: int, world: int) -> Placement:
         kept = (*slots[:-1], slots[-1][:1]) if world > 1 else slots
         return Placement(num_experts=experts, slots=(kept[0] + moved, *kept[1:]))
     if how == "replicated":  # every rank also holds expert 0, and the next rank's first
-        extra = tuple((0, plain.slots[(r + 1) % world][0]) for r in range(world))
+        extra = tuple((0, *plain.slots[(r + 1) % world][:1]) for r in range(world))
         return Placement(
             num_experts=experts,
             slots=tuple(own + more for own, more in zip(plain.slots, extra, strict=True)),

@@ -92,3 +92,10 @@ def test_a_refused_case_is_said_and_the_others_are_judged(
     assert "reference, idle rank: passed" in said
     assert "1 case judged" in said
     assert results.load(tmp_path)["reference", 1].keys() == {"idle rank"}
+
+
+@pytest.mark.parametrize("how", ["contiguous", "permuted", "uneven", "replicated"])
+def test_more_ranks_than_experts_can_be_placed(how: str) -> None:
+    placed = cases.place(how, 2, 3)
+    assert placed.world_size == 3
+    assert {expert for slots in placed.slots for expert in slots} >= {0, 1}
