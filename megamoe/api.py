@@ -189,7 +189,8 @@ def forward(
 
     x: BF16 [T, hidden_size], any strides. topk: a TopK, or a plain (ids, weights) where the layer's
     routed_scaling_factor is 1. weights: a prepared layer, or raw MoEWeights on one rank, which are
-    prepared at the first call, and whose calls wait for the device and raise what it flagged.
+    prepared at the first call; outside of a graph each call waits for the device and raises what
+    it flagged.
     max_tokens: the step's greatest T over all ranks. out: written and returned where given.
 
     Raises BadInput before anything is launched: inputs are untouched and no rank is left waiting.
@@ -205,7 +206,10 @@ def forward(
     topk = TopK(ids=topk[0], weights=topk[1]) if isinstance(topk, tuple) else topk
     layer = _prepared(x, topk, weights, out)
     y = layer.forward(x, topk, max_tokens=max_tokens, out=out)
-    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    recorded = torch.compiler.is_compiling() or (
+        x.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    if not recorded:
         layer.check()  # nobody else has the layer
     return y
 

@@ -57,6 +57,17 @@ def test_a_bad_call_is_refused_where_it_runs_and_in_the_same_words() -> None:
                     way(x, *given)
 
 
+def test_raw_weights_that_were_prepared_by_a_call_compile_too() -> None:
+    x, topk, raw = CASE.x(), CASE.topk(), CASE.layer()
+    want = megamoe.forward(x, topk, raw)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return megamoe.forward(x, (ids, weights), raw)
+
+    same_bits([step(x, topk.ids, topk.weights)], want)
+
+
 def test_the_operators_say_what_they_do() -> None:
     x, topk = CASE.x(), CASE.topk()
     with megamoe.prepare(CASE.layer(), max_tokens_per_rank=8, top_k=2) as layer:
