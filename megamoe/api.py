@@ -190,8 +190,8 @@ def forward(
     x: BF16 [T, hidden_size], any strides. topk: a TopK, or a plain (ids, weights) where the layer's
     routed_scaling_factor is 1. weights: a prepared layer, or raw MoEWeights on one rank, which are
     prepared at the first call; outside of a graph each call waits for the device and raises what
-    it flagged.
-    max_tokens: the step's greatest T over all ranks. out: written and returned where given.
+    it flagged. max_tokens: the step's greatest T over all ranks. out: written and returned where
+    given.
 
     Raises BadInput before anything is launched: inputs are untouched and no rank is left waiting.
     """
