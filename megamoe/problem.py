@@ -114,6 +114,9 @@ class TopK:
         return int(self.ids.shape[1])
 
 
+MAX_EXPERTS = 1 << 14  # the router's softmax counts its terms in units of 2 ** -48, in 63 bits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Router:
     """How logits become ids and weights; the scaling factor is never part of it.
@@ -142,6 +145,10 @@ class Router:
                 "is not [experts, hidden_size]", "pass the gate's matrix",
             )  # fmt: skip
         experts = self.num_experts
+        if experts > MAX_EXPERTS:
+            raise bad_input(
+                "router", f"of {experts} experts", f"exceeds {MAX_EXPERTS}", "use fewer"
+            )
         if not 1 <= self.top_k <= experts:
             raise bad_input(
                 "router.top_k", self.top_k, f"is not in [1, {experts}]", "check the model's config"

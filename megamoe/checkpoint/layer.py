@@ -9,6 +9,7 @@ from megamoe.checkpoint.config import Config, Key
 from megamoe.checkpoint.families import FAMILIES, PREFIXES, Family
 from megamoe.checkpoint.files import Files
 from megamoe.checkpoint.refuse import refuse
+from megamoe.problem import MAX_EXPERTS
 
 LAYERS = Key(("num_hidden_layers", "num_layers"))
 
@@ -30,7 +31,13 @@ class Layer:
 
     @property
     def num_experts(self) -> int:
-        return self._count(self.family.experts, self.family.mtp_experts)
+        count = self._count(self.family.experts, self.family.mtp_experts)
+        if not 1 <= count <= MAX_EXPERTS:
+            raise refuse(
+                self.config.file, " or ".join(self.family.experts.names), count,
+                f"in [1, {MAX_EXPERTS}]", "correct the config",
+            )  # fmt: skip
+        return count
 
     @property
     def top_k(self) -> int:

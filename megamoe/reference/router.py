@@ -18,8 +18,6 @@ from megamoe.problem import Router, TopK
 from megamoe.reference.dot import dot
 from megamoe.reference.elementwise import exp, log1p_exp, sigmoid
 
-MAX_EXPERTS = 1 << 14  # a softmax counts its terms in units of 2 ** -48, in 63 bits
-
 INDEX = 1 << 32  # a sort key is float32 order * INDEX + (last index - index): no two are equal
 NAN_ORDER = 0x7FFFFFFF  # above infinity
 MASKED_ORDER = -0x80000000  # below -infinity
@@ -93,7 +91,7 @@ def _scores(values_TE: Tensor, router: Router) -> Tensor:
 def _softmax(values: Tensor) -> Tensor:
     """exp(v - max) / sum over the last dimension, float64.
 
-    The sum is of integers, in units of 2 ** -48: exact, whatever the order.
+    The sum is of integers, in units of 2 ** -48: exact in any order, for up to MAX_EXPERTS terms.
     """
     terms = exp(values - values.amax(dim=-1, keepdim=True))
     units = (terms.nan_to_num(0.0) * 2.0**48).round().to(torch.int64).sum(-1, keepdim=True)
@@ -203,8 +201,6 @@ def _check(logits: Tensor, router: Router) -> None:
             "logits", f"of shape {list(logits.shape)}", f"are not [tokens, {experts}]",
             "pass router.logits(x) of the same router",
         )  # fmt: skip
-    if experts > MAX_EXPERTS:
-        raise bad_input("router", f"of {experts} experts", f"exceeds {MAX_EXPERTS}", "use fewer")
     for name in ("correction_bias", "table"):
         tensor = getattr(router, name)
         if tensor is not None:

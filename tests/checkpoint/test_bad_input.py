@@ -125,6 +125,10 @@ CASES = (
         ("weight_zero_point is an extra tensor",)),
     Bad("extra_expert", published.qwen3_moe, state(num_experts=7),
         (f"{QWEN}7.down_proj.weight is an extra tensor", "expected experts 0 to 6")),
+    Bad("too_many_experts", published.qwen3_moe, state(num_experts=10**30),
+        (f"is {10**30}, expected in [1, 16384]",)),
+    Bad("no_experts", published.deepseek_v3, state(n_routed_experts=0),
+        ("n_routed_experts", "is 0, expected in [1, 16384]",)),
     Bad("absent_expert", published.qwen3_moe, state(num_experts=9),
         (f"{QWEN}8.gate_proj.weight is missing",)),
     Bad("shared_expert_gate", published.qwen3_moe,
@@ -451,6 +455,17 @@ def test_missing_shard(tmp_path: Path) -> None:
     shard = path / "model-00002-of-00003.safetensors"
     shard.unlink()
     assert f"{shard}: the shard is absent" in refusal(path, 0)
+
+
+def test_missing_shard_without_an_index(tmp_path: Path) -> None:
+    """The shard that is gone held expert 0's first scale: what others have names it."""
+    p = published.qwen3_moe_nvfp4()
+    path = p.write(tmp_path, shards=len(p.tensors))
+    index = path / "model.safetensors.index.json"
+    name = f"{QWEN}0.gate_proj.weight_scale_2"
+    (path / json.loads(index.read_text())["weight_map"][name]).unlink()
+    index.unlink()
+    assert f"{name} is missing" in refusal(path, 0)
 
 
 def test_index_that_names_another_shard(tmp_path: Path) -> None:

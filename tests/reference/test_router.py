@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megamoe.errors import BadInput
 from megamoe.formats import plain
-from megamoe.problem import ExpertWeights, MoEWeights, Placement, Router, TopK
-from megamoe.reference import router as module
+from megamoe.problem import MAX_EXPERTS, ExpertWeights, MoEWeights, Placement, Router, TopK
 from megamoe.reference.canary import digest
 from megamoe.reference.elementwise import exp, log1p_exp, sigmoid
 from megamoe.reference.moe import routing
@@ -449,8 +448,8 @@ def test_bad_x(x: Tensor) -> None:
 
 def test_too_many_experts() -> None:
     with pytest.raises(BadInput, match="exceeds"):
-        route(torch.zeros(1, module.MAX_EXPERTS + 1), router(module.MAX_EXPERTS + 1, 1))
-    everything = route(torch.zeros(1, module.MAX_EXPERTS), router(module.MAX_EXPERTS, 1))
+        router(MAX_EXPERTS + 1, 1)
+    everything = route(torch.zeros(1, MAX_EXPERTS), router(MAX_EXPERTS, 1))
     assert everything.weights.item() == 1.0
 
 
