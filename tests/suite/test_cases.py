@@ -23,7 +23,7 @@ from megamoe.suite.cases import Case, Shape, case
 from megamoe.suite.pool import Outcome
 
 SHAPE = Shape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2, capacity=16)
-NAMES = ("idle rank", "replicated", "no clamp", "exact grid")
+NAMES = ("idle rank", "no clamp", "exact grid")
 
 
 def machine_of(kernel: type[Kernel]) -> Machine:
