@@ -142,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument(
         "--soak", type=int, metavar="N", help="walk N random serving steps instead of the cases"
     )
-    judge.add_argument("--soak-seed", type=int, default=0, metavar="S", help="of the walk")
-    judge.add_argument("--soak-from", type=int, default=0, metavar="K", help="its first step")
+    judge.add_argument("--soak-seed", type=int, metavar="S", help="of the walk (default 0)")
+    judge.add_argument("--soak-from", type=int, metavar="K", help="its first step (default 0)")
     judge.set_defaults(run=_check)
 
     timed = commands.add_parser("bench", help="time kernels that the oracle finds right")
@@ -270,6 +270,14 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    walks = args.soak is not None
+    for name in ("case", "core") if walks else ("soak_seed", "soak_from"):
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            how = "beside" if walks else "without"
+            raise bad_input(
+                f"--{name.replace('_', '-')}", value, f"means nothing {how} --soak", "leave it out"
+            )
     machine = run.machine_for(args.world_size, _here())
     kernels = _kernels(args.kernel or [k.sheet.name for k in KERNELS])
     verdicts: list[bool] = []
@@ -321,10 +329,10 @@ def _soak(args: argparse.Namespace, kernel: type[Kernel], shape: Shape, machine:
     with run.pool(args.world_size) as pool:
         entry = soak.soak(
             pool, kernel, shape, machine,
-            steps=args.soak, seed=args.soak_seed, first=args.soak_from, tell=say,
+            steps=args.soak, seed=args.soak_seed or 0, first=args.soak_from or 0, tell=say,
         )  # fmt: skip
     if args.results is not None:
-        name = f"seed {args.soak_seed}, from step {args.soak_from}"
+        name = f"seed {args.soak_seed or 0}, from step {args.soak_from or 0}"
         results.store(_records(args), kernel.sheet.name, args.world_size, name, entry)
     return soak.passed(entry)
 

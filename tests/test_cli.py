@@ -171,6 +171,10 @@ def test_a_prediction_stage_is_a_layer(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("check --kernel reference --soak 2 --soak-from -3", "--soak-from -3 is below"),
         ("check --kernel reference --soak 0", "--soak 0 is below 1 step"),
+        ("check --kernel reference --soak-seed 0", "--soak-seed 0 means nothing without --soak"),
+        ("check --kernel reference --soak-from 3", "--soak-from 3 means nothing without --soak"),
+        ("check --kernel reference --soak 2 --core", "--core True means nothing beside --soak"),
+        ("check --soak 2 --case full", "--case ['full'] means nothing beside --soak"),
         ("bench --timeout -5", "--timeout -5.0 is"),
         ("bench --timeout 0", "--timeout 0.0 is"),
         ("bench --timeout nan", "--timeout nan is"),
