@@ -62,14 +62,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    layer: int,
-    scaled: bool | None,
-    max_tokens: int | None,
-) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -87,15 +80,7 @@ def _forward_out(
 
 
 @_forward_out.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    out: Tensor,
-    layer: int,
-    scaled: bool | None,
-    max_tokens: int | None,
-) -> None:
+def _(*_: object) -> None:
     return None
 
 

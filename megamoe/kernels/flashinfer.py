@@ -193,8 +193,8 @@ class MegaLayer:
         **fields: Any,
     ) -> None:
         """weights: the backend's ``transformed_weights``; None where it makes them from ``pack``.
-        capacity: of its greatest workspace.
-        quantised: whether scales come along. tree: the kernels it shares a process with.
+        capacity: of its greatest workspace. quantised: whether scales come along. tree: the kernels
+        it shares a process with.
         """
         if tree is not None:
             claim(tree)
@@ -250,19 +250,21 @@ class Space:
 
     def __init__(self, layer: MegaLayer, handle: Any) -> None:
         self.layer, self.handle, self.api = layer, handle, layer.api
-        self.launched = False
+        self.bucket: int | None = None
+        self.launched: set[int | None] = set()
 
     def run(self, batch: Batch, out: Tensor) -> None:
         """Stage and launch; ``out`` [n, H] is written in stream order."""
         with self.first():
             self.layer.layer.forward(self._tensors(batch, out), workspace=self.handle)
-        self.launched = True
+        self.launched.add(self.bucket)
 
     def stage(self, batch: Batch, *, bucket: int | None = None) -> None:
         """Copy a call's inputs into the workspace, for one ``compute``.
 
         bucket: the greatest count of any rank, where the kernel's choice follows it.
         """
+        self.bucket = bucket
         with self.first():
             self.layer.layer.stage_inputs(
                 self._tensors(batch), workspace=self.handle, compile_tokens_per_rank=bucket
@@ -277,7 +279,7 @@ class Space:
             y = self.layer.layer.compute_staged(output=None if view else out)
         if view:
             out.copy_(y)
-        self.launched = True
+        self.launched.add(self.bucket)
 
     def buffer(self, name: str) -> Tensor:
         """A buffer that staging fills or a launch writes, by FlashInfer's name for it."""
@@ -300,7 +302,7 @@ class Space:
         first, second = self.layer.transformed
         with self.first():
             made: Callable[[], None] = make(first, second, self.handle._backend_workspace)
-        self.launched = True
+        self.launched.add(self.bucket)
         return prebuilt(made)
 
     def _found(self, name: str, find: Callable[[], Any]) -> Tensor:
@@ -323,13 +325,9 @@ class Space:
         )
 
     def first(self) -> contextlib.AbstractContextManager[None]:
-        """Around the first launch, which allocates and compiles. On one rank around every one:
-        each bucket of tokens allocates anew, and asks then whether there is NVSHMEM.
-        """
-        context = self.layer.context
-        if self.launched and context.request.world_size > 1:
-            return contextlib.nullcontext()
-        return environment(context)
+        """Around the first launch of a bucket, which allocates and compiles."""
+        known = self.bucket in self.launched
+        return contextlib.nullcontext() if known else environment(self.layer.context)
 
     def close(self) -> None:
         with environment(self.layer.context):

@@ -22,8 +22,6 @@ from megamoe.kernels.base import Batch, Context, Datasheet, Tactic, Workspace, p
 from megamoe.kernels.packed import PackedKernel
 from megamoe.problem import Request
 
-NVSHMEM = "NVSHMEM"
-
 
 class MegaKernel(PackedKernel):
     """A layer of FlashInfer. config: the name of its configuration. tree: the kernels whose modules
@@ -35,7 +33,7 @@ class MegaKernel(PackedKernel):
 
     def room(self, tokens: int) -> int:
         """The tokens a rank that a workspace for so many is opened with."""
-        return pooled(self.context.request, tokens) if self.sheet.transport == NVSHMEM else tokens
+        return pooled(self.context.request, tokens) if self.sheet.transport == "NVSHMEM" else tokens
 
     @classmethod
     @abc.abstractmethod
